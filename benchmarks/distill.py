@@ -22,7 +22,7 @@ from dpn_cli.config.load import read_config
 from dpn_cli.config.schema import Runtime
 from dpn_cli.engine.fit import Batch, precision_of
 from dpn_cli.engine.planning import matrix_rate
-from dpn_cli.model.flops import count, training_flops
+from dpn_cli.model.flops import count_macs, training_flops
 from dpn_cli.weights.backbone import Backbone, load_backbone
 from tasks.classify.distill.config import Losses
 from tasks.classify.distill.losses import Distance, NetworkOutputs, ObservedNetwork, inputs_of
@@ -86,7 +86,7 @@ def main() -> None:
         asked.rounds,
         rows,
     )
-    flops = 2 * count(teacher.config).forward + training_flops(student.config)
+    flops = 2 * count_macs(teacher.config).forward + training_flops(student.config)
     rate = matrix_rate(runtime, device)
     hours = [f"{millions} M {millions * 1e6 * seconds / rows / 3600:.3g}" for millions in MILLIONS]
     print(

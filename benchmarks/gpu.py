@@ -31,7 +31,7 @@ import gpu_waits
 import torch
 from gpu_report import Check, NotHereError, Part, Report, Row, Settings
 
-from dpn_cli.doctor.packages import installed
+from dpn_cli.doctor.packages import installed_version
 from dpn_cli.run.environment import git_commit, now
 from dpn_cli.run.process import keep_memory
 
@@ -128,7 +128,7 @@ def facts_of(device: torch.device, settings: Settings, minutes: float) -> dict[s
         "commit": git_commit(),
         "python": sys.version.split()[0],
         "cores": os.cpu_count(),
-        "versions": {name: installed(name) for name in PACKAGES},
+        "versions": {name: installed_version(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
         "device": str(device),
         "minutes": minutes,

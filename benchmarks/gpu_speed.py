@@ -25,7 +25,7 @@ from dpn_cli.engine.fit import Batch, precision_of, prepare
 from dpn_cli.engine.memory import is_out_of_memory
 from dpn_cli.engine.planning import matrix_rate
 from dpn_cli.errors import OutOfMemoryError
-from dpn_cli.model.flops import count, training_flops
+from dpn_cli.model.flops import count_macs, training_flops
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import Backbone, load_backbone
 
@@ -296,7 +296,7 @@ def encoding(settings: Settings, best: Best) -> Iterator[Speed]:
     (arch, _, side), device = settings.towers, settings.device
     world = World(0, 1, device)
     tower = load_backbone(arch, image_size=side).requires_grad_(False).to(device).eval()
-    encode, flops = encode_function(tower, device, precision_of(RUNTIME, device)), 2 * count(tower.config).forward
+    encode, flops = encode_function(tower, device, precision_of(RUNTIME, device)), 2 * count_macs(tower.config).forward
 
     def steps_of(rows: int) -> Steps:
         images = torch.randint(256, (rows, 3, side, side), dtype=torch.uint8)
@@ -349,7 +349,7 @@ def windows(settings: Settings, best: Best) -> Iterator[Speed]:
     seconds = step_seconds({name: several(run) for name, run in runs.items()}, settings)
     each = len(starts(size[1], crop, segment.stride_of(crop)))
     vit = segment.network(arch, crop=crop, device=device).vit
-    share = 2 * each * count(vit.config).forward / seconds["ours"] / peak(device)
+    share = 2 * each * count_macs(vit.config).forward / seconds["ours"] / peak(device)
     there = 1 / seconds["mmsegmentation"] if "mmsegmentation" in seconds else None
     what = f"sliding windows {arch}, images of {size[0]} x {size[1]}"
     yield Speed(what, 1 / seconds["ours"], 8, share, None, "mmsegmentation's inference", there, note)

@@ -20,13 +20,13 @@ class DoctorOptions(Section):
 
 def examine() -> list[Finding]:
     """Check packages, machine, folders, torch, devices, and the ranks that torchrun has started."""
-    from dpn_cli.doctor.machine import machine
-    from dpn_cli.doctor.packages import packages
-    from dpn_cli.doctor.storage import places
+    from dpn_cli.doctor.machine import check_machine
+    from dpn_cli.doctor.packages import check_packages
+    from dpn_cli.doctor.storage import check_storage
     from dpn_cli.doctor.subprocess_check import start_checks
 
     with start_checks() as checks:  # torch loads while the rest is checked
-        findings = [*packages(), *machine(), *places()]
+        findings = [*check_packages(), *check_machine(), *check_storage()]
         return [*findings, *checks.findings(findings)]
 
 

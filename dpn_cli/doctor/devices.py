@@ -11,13 +11,13 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from dpn_cli.doctor.packages import TOGETHER, first_line, installed
+from dpn_cli.doctor.packages import REINSTALL_BOTH, first_line, installed_version
 from dpn_cli.doctor.result import Finding
 from dpn_cli.run.console import gigabytes
 
-# Files that the driver of NVIDIA's GPUs makes.
+# Files of NVIDIA's driver.
 DRIVER = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"))
-# What the errors of an import mean, and what to do. The first pattern that is found decides.
+# Remedies of import errors by a pattern of their text; the first match counts.
 REMEDIES = (
     (r"torchvision::\w+ does not exist|different CUDA", "it is built for another torch than {torch}; {together}"),
     (r"GLIBC|GLIBCXX", "the system's libraries are too old for this build; use a newer system or container"),
@@ -29,15 +29,15 @@ REMEDIES = (
     ("", "reinstall it: pip install --force-reinstall {name}"),
 )
 # Side of the matrices that each GPU multiplies, as a test that this torch has code for it.
-SIDE = 256
+MATRIX_SIZE = 256
 
 
-def imported(name: str) -> Iterator[Finding]:
-    """Import a package; yields its version, or why it cannot be imported."""
+def check_import(name: str) -> Iterator[Finding]:
+    """Import a package; yields its version, or the import error."""
     try:
         module = importlib.import_module(name)
     except Exception as error:  # torch's libraries raise errors of many kinds
-        found = f"{installed(name) or 'it'} cannot be imported: {first_line(error)}"
+        found = f"{installed_version(name) or 'it'} cannot be imported: {first_line(error)}"
         yield Finding(name, "problem", found, _remedy(name, error))
         return
     if hasattr(module, "__version__"):
@@ -48,35 +48,35 @@ def imported(name: str) -> Iterator[Finding]:
 
 
 def _remedy(name: str, error: Exception) -> str:
-    text, here = str(error), installed("torch")
+    text, torch_version = str(error), installed_version("torch")
     remedy = next(remedy for pattern, remedy in REMEDIES if re.search(pattern, text))
-    return remedy.format(name=name, torch=here, together=TOGETHER.format(f"torch=={here}"))
+    return remedy.format(name=name, torch=torch_version, together=REINSTALL_BOTH.format(f"torch=={torch_version}"))
 
 
-def gpus() -> Iterator[Finding]:
-    """Yield each GPU that this process may use, after a small product on it; or why there is none.
+def check_gpus() -> Iterator[Finding]:
+    """Yield a finding for each GPU of this process, after a small product on it; or the reason for having none.
 
-    Of several ranks on a machine, each looks at its own: to look at a GPU takes memory of it.
+    Each of several ranks on a machine checks its own GPU only, since a check takes GPU memory.
     """
     import torch
 
-    with warnings.catch_warnings(record=True) as told:  # where the driver does not fit, torch warns
+    with warnings.catch_warnings(record=True) as messages:  # torch warns of a driver that does not fit
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
     if not available:
-        yield _no_gpu([str(warning.message) for warning in told])
+        yield _no_gpu([str(warning.message) for warning in messages])
         return
     numbers = range(torch.cuda.device_count())
-    own = int(os.environ.get("LOCAL_RANK", "-1"))
-    yield from map(_gpu, numbers if own < 0 else [number for number in numbers if number == own])
+    local_rank = int(os.environ.get("LOCAL_RANK", "-1"))
+    yield from map(_gpu, numbers if local_rank < 0 else [number for number in numbers if number == local_rank])
 
 
-def _no_gpu(told: list[str]) -> Finding:
+def _no_gpu(messages: list[str]) -> Finding:
     import torch
 
-    there = any(path.exists() for path in DRIVER)
+    has_driver = any(path.exists() for path in DRIVER)
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not there:
+    if not has_driver:
         return Finding("GPU", "ok", "none; trainings run on the CPU")
     if torch.version.cuda is None:
         found = f"this machine has NVIDIA's driver, and torch {torch.__version__} is built without CUDA"
@@ -84,7 +84,7 @@ def _no_gpu(told: list[str]) -> Finding:
     if hidden is not None and not re.match(r"\d|GPU-|MIG-", hidden):
         found = f"hidden from this process by CUDA_VISIBLE_DEVICES={hidden!r}"
         return Finding("GPU", "warning", found, "unset CUDA_VISIBLE_DEVICES")
-    reason = told[0].split("\n")[0][:300] if told else "torch does not say why"
+    reason = messages[0].split("\n")[0][:300] if messages else "torch does not say why"
     return Finding(
         "GPU",
         "problem",
@@ -101,7 +101,7 @@ def _gpu(number: int) -> Finding:
     try:
         properties = torch.cuda.get_device_properties(device)
         free, total = torch.cuda.mem_get_info(device)
-        matrix = torch.randn(SIDE, SIDE, device=device)
+        matrix = torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device)
         product, expected = (matrix @ matrix).cpu(), matrix.cpu() @ matrix.cpu()
     except RuntimeError as error:
         built = ", ".join(torch.cuda.get_arch_list())
@@ -115,8 +115,8 @@ def _gpu(number: int) -> Finding:
     return Finding(name, "ok", found)
 
 
-def precision() -> Iterator[Finding]:
-    """Yield what ``--precision auto`` stands for here, and whether bf16 is computed or emulated."""
+def check_precision() -> Iterator[Finding]:
+    """Yield the meaning of ``--precision auto`` on this machine, and whether bf16 is computed or emulated."""
     import torch
 
     if not torch.cuda.is_available():
@@ -129,13 +129,13 @@ def precision() -> Iterator[Finding]:
         yield Finding("precision", "warning", found, "pass --precision fp32")
 
 
-def compiler() -> Iterator[Finding]:
-    """Yield whether ``--compile`` has the programs that it needs."""
+def check_compiler() -> Iterator[Finding]:
+    """Yield whether the programs that ``--compile`` needs are installed."""
     import torch
 
-    wanted = ["gcc", "clang", "cc"] if torch.cuda.is_available() else ["g++", "clang++", "c++"]
-    named = os.environ.get("CC" if torch.cuda.is_available() else "CXX")
-    program = next(filter(None, map(shutil.which, [named, *wanted] if named else wanted)), None)
+    compilers = ["gcc", "clang", "cc"] if torch.cuda.is_available() else ["g++", "clang++", "c++"]
+    preferred = os.environ.get("CC" if torch.cuda.is_available() else "CXX")
+    program = next(filter(None, map(shutil.which, filter(None, [preferred, *compilers]))), None)
     missing = [] if program else ["a compiler (g++)"]
     if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
         missing.append("triton")

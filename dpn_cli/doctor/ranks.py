@@ -1,4 +1,4 @@
-"""Checks of the ranks that torchrun has started: they meet, and their versions agree. Imports torch."""
+"""Checks of the ranks that torchrun has started: their connection and their versions. Imports torch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     import torch
 
 NAME = "ranks"
-# How long ranks wait for each other before they give up.
-PATIENCE = timedelta(seconds=60)
-# Numbers that are summed over the ranks to measure how fast that is: as many bytes as the gradients of ViT-Ti have.
+# Time that ranks wait for each other.
+TIMEOUT = timedelta(seconds=60)
+# Length of the vector that is summed over the ranks to measure the speed: ViT-Ti's gradients.
 NUMBERS = 5_700_000
-FEW = 10
+REPEATS = 10
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class _Rank:
     findings: tuple[Finding, ...]
 
 
-def check_ranks(mine: Sequence[Finding]) -> Iterator[Finding]:
-    """Join the other ranks, sum numbers over them, compare versions; yields what is not well on any of them.
+def check_ranks(local_findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Join the other ranks, sum numbers over them, and compare versions; yields the findings of all ranks.
 
-    `mine` are the findings of this rank. All ranks must call it together.
+    `local_findings` are the findings of this rank. All ranks must call it.
     """
     import torch
 
@@ -53,8 +53,8 @@ def check_ranks(mine: Sequence[Finding]) -> Iterator[Finding]:
         yield Finding(NAME, "problem", found, f"start torchrun with --nproc-per-node {devices}")
     else:
         try:
-            yield from _check_meeting(mine)
-        except Exception as error:  # a lost network, another rank that has ended, a wrong address: all kinds
+            yield from _check_collectives(local_findings)
+        except Exception as error:  # a lost network, an ended rank and a wrong address raise many kinds
             yield Finding(
                 NAME,
                 "problem",
@@ -64,13 +64,13 @@ def check_ranks(mine: Sequence[Finding]) -> Iterator[Finding]:
             )
 
 
-def _check_meeting(mine: Sequence[Finding]) -> Iterator[Finding]:
+def _check_collectives(local_findings: Sequence[Finding]) -> Iterator[Finding]:
     import torch
 
     from dpn_cli.run import distributed
 
-    with distributed.join("auto", PATIENCE) as world:
-        ranks = distributed.from_all(_Rank(socket.gethostname(), _versions(), tuple(mine)))
+    with distributed.join("auto", TIMEOUT) as world:
+        ranks = distributed.from_all(_Rank(socket.gethostname(), _versions(), tuple(local_findings)))
         total = int(distributed.reduce_over_ranks(torch.tensor(world.rank)))
         small, large = (_seconds(torch.zeros(numbers, device=world.device)) for numbers in (1, NUMBERS))
     hosts = len({rank.host for rank in ranks})
@@ -83,15 +83,14 @@ def _check_meeting(mine: Sequence[Finding]) -> Iterator[Finding]:
         NAME,
         "ok",
         f"{count_noun(world.size, 'rank')} on {count_noun(hosts, 'machine')} meet over {backend}: a number is summed "
-        f"in "
-        f"{1e3 * small:.2g} ms, {4e-6 * NUMBERS:.0f} MB in {1e3 * large:.2g} ms",
+        f"in {1e3 * small:.2g} ms, {4e-6 * NUMBERS:.0f} MB in {1e3 * large:.2g} ms",
     )
     yield from _compare_versions(ranks)
-    known = {(ranks[0].host, finding.name, finding.level) for finding in ranks[0].findings}
+    reported = {(ranks[0].host, finding.name, finding.level) for finding in ranks[0].findings}
     for number, rank in enumerate(ranks):
         for finding in rank.findings:
-            if finding.level != "ok" and (key := (rank.host, finding.name, finding.level)) not in known:
-                known.add(key)
+            if finding.level != "ok" and (key := (rank.host, finding.name, finding.level)) not in reported:
+                reported.add(key)
                 yield replace(finding, name=f"rank {number}, {rank.host}: {finding.name}")
 
 
@@ -100,25 +99,25 @@ def _versions() -> dict[str, str]:
 
 
 def _compare_versions(ranks: Sequence[_Rank]) -> Iterator[Finding]:
-    """Yield a problem for each rank whose versions differ from those of the first one."""
+    """Yield a problem for each rank with other versions than rank 0."""
     first = ranks[0]
     for number, rank in enumerate(ranks):
-        unlike = [name for name in first.versions if rank.versions.get(name) != first.versions[name]]
-        if unlike:
-            shown = "; ".join(f"{name} {rank.versions.get(name)}, not {first.versions[name]}" for name in unlike)
-            found = f"not the versions of rank 0 on {first.host}: {shown}"
+        unequal = [name for name in first.versions if rank.versions.get(name) != first.versions[name]]
+        if unequal:
+            differences = "; ".join(f"{name} {rank.versions.get(name)}, not {first.versions[name]}" for name in unequal)
+            found = f"not the versions of rank 0 on {first.host}: {differences}"
             yield Finding(f"rank {number}, {rank.host}", "problem", found, "install the same on all machines")
 
 
 def _seconds(numbers: torch.Tensor) -> float:
-    """Return the mean seconds of a sum over all ranks, the first one left out."""
+    """Return the mean seconds of a sum over all ranks, without the first one."""
     import torch
     import torch.distributed as dist
 
-    for turn in range(FEW + 1):
-        if turn == 1:
-            begun = time.perf_counter()
+    for repeat in range(REPEATS + 1):
+        if repeat == 1:
+            start_time = time.perf_counter()
         dist.all_reduce(numbers)
         if numbers.is_cuda:
             torch.cuda.synchronize()
-    return (time.perf_counter() - begun) / FEW
+    return (time.perf_counter() - start_time) / REPEATS

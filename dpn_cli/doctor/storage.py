@@ -12,13 +12,13 @@ from dpn_cli.config.paths import UNPACKED, find_data, home
 from dpn_cli.doctor.result import Finding
 from dpn_cli.run.console import count_noun, gigabytes
 
-# A run of ViT-B/16 keeps five states of 1.4 GB while it trains.
-LEAST_DISK = 10e9
+# A run of ViT-B/16 has up to five states of 1.4 GB on the disk.
+MIN_DISK = 10e9
 DATA_SETS = ("vtab-1k", "imagenet", "sun397", "ADEChallengeData2016", *UNPACKED)
 
 
-def places() -> Iterator[Finding]:
-    """Yield what there is of the folders that are written to, of the hub, and of data and weights."""
+def check_storage() -> Iterator[Finding]:
+    """Yield findings about the folders that dpn writes to, the hub, and local data and weights."""
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)
@@ -31,43 +31,43 @@ def places() -> Iterator[Finding]:
     yield _weights()
 
 
-def _folder(name: str, path: Path, otherwise: str) -> Finding:
-    """Try to write into a folder, or where it will be made, and look at the space there."""
-    there = next(folder for folder in (path, *path.parents) if folder.exists())
+def _folder(name: str, path: Path, remedy: str) -> Finding:
+    """Check that a folder, or its closest existing parent, is writable and has free space."""
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
     try:
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=existing):
             pass
-        free = shutil.disk_usage(there).free
+        free = shutil.disk_usage(existing).free
     except OSError as error:
         reason = error.strerror or str(error)
-        return Finding(name, "problem", f"{path}: cannot be written to ({there}: {reason})", otherwise)
+        return Finding(name, "problem", f"{path}: cannot be written to ({existing}: {reason})", remedy)
     found = f"{path}: {gigabytes(free)} free"
-    if free >= LEAST_DISK:
+    if free >= MIN_DISK:
         return Finding(name, "ok", found)
-    return Finding(name, "warning", f"{found}, of which a training needs several", f"free some space, or {otherwise}")
+    return Finding(name, "warning", f"{found}, of which a training needs several", f"free some space, or {remedy}")
 
 
 def _temporary() -> Finding:
-    name, otherwise = "temporary files", "name another folder in the environment variable TMPDIR"
+    name, remedy = "temporary files", "name another folder in the environment variable TMPDIR"
     try:
-        return _folder(name, Path(tempfile.gettempdir()), otherwise)
+        return _folder(name, Path(tempfile.gettempdir()), remedy)
     except OSError as error:
-        return Finding(name, "problem", error.strerror or str(error), otherwise)
+        return Finding(name, "problem", error.strerror or str(error), remedy)
 
 
 def _hub(cache: Path) -> Finding:
     from dpn_cli.weights.hub import offline
 
-    kept = {kind: len(list(cache.glob(f"{kind}s--*"))) for kind in ("model", "dataset")}
-    stored = f"{count_noun(kept['model'], 'model')} and {count_noun(kept['dataset'], 'data set')} in its cache"
+    cached = {kind: len(list(cache.glob(f"{kind}s--*"))) for kind in ("model", "dataset")}
+    summary = f"{count_noun(cached['model'], 'model')} and {count_noun(cached['dataset'], 'data set')} in its cache"
     if not offline():
-        return Finding("hub", "ok", f"answers; {stored}")
+        return Finding("hub", "ok", f"answers; {summary}")
     if os.environ.get("HF_HUB_OFFLINE"):
-        return Finding("hub", "ok", f"not asked (HF_HUB_OFFLINE is set); {stored}")
+        return Finding("hub", "ok", f"not asked (HF_HUB_OFFLINE is set); {summary}")
     return Finding(
         "hub",
         "warning",
-        f"out of reach; {stored}, and 'hf:', 'hf-hub:' and 'timm:' find no others",
+        f"out of reach; {summary}, and 'hf:', 'hf-hub:' and 'timm:' find no others",
         "fetch what is missing with 'hf download' where there is a network; HF_HUB_OFFLINE=1 saves the attempts",
     )
 
@@ -78,12 +78,12 @@ def _data() -> Finding:
         return Finding(
             "data", "warning", f"DPN_DATA_DIR is {folder}, which is no folder", "name the folder of the data sets"
         )
-    there = [place for name in DATA_SETS if (place := find_data(name)) != "demo"]
-    return Finding("data", "ok", ", ".join(there) or "none under a usual name: without --data, built-in ones are used")
+    paths = [path for name in DATA_SETS if (path := find_data(name)) != "demo"]
+    return Finding("data", "ok", ", ".join(paths) or "none under a usual name: without --data, built-in ones are used")
 
 
 def _weights() -> Finding:
     folder = home() / "weights"
     files = sorted(path.name for path in folder.glob("*") if path.suffix in (".npz", ".safetensors"))
-    shown = ", ".join(files[:8]) + (f" and {len(files) - 8} more" if len(files) > 8 else "")
-    return Finding("weights", "ok", f"{folder}: {shown or 'none'}")
+    names = ", ".join(files[:8]) + (f" and {len(files) - 8} more" if len(files) > 8 else "")
+    return Finding("weights", "ok", f"{folder}: {names or 'none'}")

@@ -1,4 +1,4 @@
-"""A process of its own for all that needs torch: where it hangs or dies, it is known at what, and the others stand."""
+"""A subprocess for the checks that need torch: if it hangs or dies, the failed step is known and the others count."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from dpn_cli.doctor import devices, ranks
 from dpn_cli.doctor.packages import first_line
 from dpn_cli.doctor.result import Finding
 
-# Seconds that one of the steps may take: torch alone takes a minute from a slow disk.
-PATIENCE = 180.0
-DEATH = "'python -X faulthandler -c \"import torch, torchvision, timm\"' may show where; install another build of them"
+# Seconds for one step: importing torch alone takes a minute from a slow disk.
+STEP_TIMEOUT = 180.0
+REMEDY = "'python -X faulthandler -c \"import torch, torchvision, timm\"' may show where; install another build of them"
 
 
 @contextmanager
 def start_checks() -> Iterator[SubprocessCheck]:
-    """Start the process, which ends with the block."""
+    """Start the subprocess, which ends with the block."""
     context = multiprocessing.get_context("spawn")
     with tempfile.NamedTemporaryFile(prefix="dpn-doctor-") as errors:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_run_checks, args=(theirs, Path(errors.name)), daemon=True)
+        parent_end, child_end = context.Pipe()
+        process = context.Process(target=_run_checks, args=(child_end, Path(errors.name)), daemon=True)
         process.start()
-        theirs.close()
+        child_end.close()
         try:
-            yield SubprocessCheck(process, ours, Path(errors.name))
+            yield SubprocessCheck(process, parent_end, Path(errors.name))
         finally:
             process.kill()
             process.join()
@@ -41,61 +41,63 @@ def start_checks() -> Iterator[SubprocessCheck]:
 
 @dataclass(frozen=True)
 class SubprocessCheck:
-    """The process at work; what it writes to its stderr is in the file `errors`."""
+    """The running subprocess; its stderr goes to the file `errors`."""
 
     process: BaseProcess
     connection: Connection
     errors: Path
 
-    def findings(self, mine: list[Finding]) -> Iterator[Finding]:
-        """Wait for what the process finds; it compares `mine`, those of this one, with those of other ranks."""
-        at = "torch"
+    def findings(self, local_findings: list[Finding]) -> Iterator[Finding]:
+        """Yield the findings of the subprocess, which compares `local_findings` with those of other ranks."""
+        label = "torch"
         try:
-            self.connection.send(mine)
-            while self.connection.poll(PATIENCE):
-                got = self.connection.recv()
-                if got is None:
+            self.connection.send(local_findings)
+            while self.connection.poll(STEP_TIMEOUT):
+                message = self.connection.recv()
+                if message is None:
                     return
-                if isinstance(got, Finding):
-                    yield got
+                if isinstance(message, Finding):
+                    yield message
                 else:
-                    at = got
-            yield Finding(at, "problem", f"no answer in {PATIENCE:.0f} s", "a device or a network hangs; restart it")
+                    label = message
+            yield Finding(
+                label, "problem", f"no answer in {STEP_TIMEOUT:.0f} s", "a device or a network hangs; restart it"
+            )
         except (EOFError, OSError):
             self.process.join()
-            yield Finding(at, "problem", self._death(), DEATH)
+            yield Finding(label, "problem", self._describe_exit(), REMEDY)
 
-    def _death(self) -> str:
-        """Say how the process ended, with the last line that it wrote."""
+    def _describe_exit(self) -> str:
+        """Describe the end of the process, with the last line of its stderr."""
         code = self.process.exitcode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        written = self.errors.read_text(errors="replace").strip().splitlines()
-        return f"the process {how}" + (f": {written[-1][:300]}" if written else "")
+        ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        lines = self.errors.read_text(errors="replace").strip().splitlines()
+        return f"the process {ending}" + (f": {lines[-1][:300]}" if lines else "")
 
 
 def _run_checks(connection: Connection, errors: Path) -> None:
-    """Send the name of each step before it begins, and what it finds; None at the end."""
+    """Send the name of each step, then its findings; None at the end."""
     with errors.open("w") as file:
         os.dup2(file.fileno(), 2)
-    found: list[Finding] = []
+    findings: list[Finding] = []
 
-    def take(name: str, step: Callable[[], Iterable[Finding]]) -> bool:
+    def run_step(name: str, step: Callable[[], Iterable[Finding]]) -> bool:
         connection.send(name)
         try:
             for finding in step():
-                found.append(finding)
+                findings.append(finding)
                 connection.send(finding)
         except Exception as error:
             connection.send(Finding(name, "problem", first_line(error), "a part of torch does not work; reinstall it"))
             return False
-        return not found or found[-1].level != "problem"
+        return not findings or findings[-1].level != "problem"
 
-    if take("torch", partial(devices.imported, "torch")):
-        # timm imports torchvision: where that fails, timm's error is the same.
-        any(not take(name, partial(devices.imported, name)) for name in ("torchvision", "timm"))
-        take("simplejpeg", partial(devices.imported, "simplejpeg"))
-        take("GPU", devices.gpus)
-        take("precision", devices.precision)
-        take("compile", devices.compiler)
-        take(ranks.NAME, lambda: ranks.check_ranks([*connection.recv(), *found]))
+    if run_step("torch", partial(devices.check_import, "torch")):
+        # timm imports torchvision: if that fails, timm's error is the same.
+        any(not run_step(name, partial(devices.check_import, name)) for name in ("torchvision", "timm"))
+        run_step("simplejpeg", partial(devices.check_import, "simplejpeg"))
+        run_step("GPU", devices.check_gpus)
+        run_step("precision", devices.check_precision)
+        run_step("compile", devices.check_compiler)
+        run_step(ranks.NAME, lambda: ranks.check_ranks([*connection.recv(), *findings]))
     connection.send(None)

@@ -17,9 +17,10 @@ from dpn_cli.model.norms import Tokens, token_norm
 
 @dataclass(frozen=True)
 class NormSlots:
-    """Positions of the norms around one half of a block, attention or MLP: before, after, and where "after" is.
+    """Positions of the norms around one branch f of a block, attention or MLP.
 
-    After the branch is x + norm(f(x)), after the residual sum norm(x + f(x)).
+    pre: a norm of its input.
+    post: a norm of its output: norm(x + f(x)), or with `on_branch` x + norm(f(x)).
     """
 
     pre: bool
@@ -28,7 +29,7 @@ class NormSlots:
 
 
 class HeadScale(nn.Module):
-    """Scales attention heads, tokens (b, n, heads * c), by one learned number each (NormFormer, arXiv 2110.09456)."""
+    """One learned scale per attention head, for tokens (b, n, heads * c) (NormFormer, arXiv 2110.09456)."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -45,12 +46,12 @@ class HeadScale(nn.Module):
 
 
 class NormBlock(Block):  # type: ignore[misc]  # timm has no types
-    """timm's `Block` with other norms; `set_norms` puts them in.
+    """timm's `Block` with other norms, which `set_norms` builds.
 
-    The names are timm's where timm has the module: ``norm1`` and ``norm2`` are the norms before attention and MLP, or
-    those after them where there is none before (`ResPostBlock`); ``attn.norm`` and ``mlp.norm`` those before the last
-    layer of each (``scale_attn_norm``, ``scale_mlp_norm``). ``post_norm1`` and ``post_norm2`` are those after them
-    where there is one before, too.
+    The names are timm's where timm has the module. ``norm1`` and ``norm2`` are the norms before attention and MLP; with
+    post-norms only, they are the norms after them (`ResPostBlock`). ``attn.norm`` and ``mlp.norm`` come before the last
+    layer of each (``scale_attn_norm``, ``scale_mlp_norm``). With norms before and after, ``post_norm1`` and
+    ``post_norm2`` are the norms after.
     """
 
     res_scale: nn.Parameter | None
@@ -60,7 +61,7 @@ class NormBlock(Block):  # type: ignore[misc]  # timm has no types
         self.post_norm1: nn.Module = nn.Identity()
         self.post_norm2: nn.Module = nn.Identity()
         self.register_parameter("res_scale", None)
-        self.halves = NormSlots(True, False), NormSlots(True, False)
+        self.norm_slots = NormSlots(True, False), NormSlots(True, False)
 
     def set_norms(self, config: ViTConfig, index: int) -> None:
         """Build the norms of block `index` of a network."""
@@ -73,11 +74,11 @@ class NormBlock(Block):  # type: ignore[misc]  # timm has no types
             tokens=Tokens(size.heads, grid),
             options=options,
         )
-        self.halves = _norm_slots(config)
+        self.norm_slots = _norm_slots(config)
         self.norm1, self.norm2 = norm(size.width), norm(size.width)
-        if self.halves[0].pre and self.halves[0].post:
+        if self.norm_slots[0].pre and self.norm_slots[0].post:
             self.post_norm1 = norm(size.width)
-        if self.halves[1].pre and self.halves[1].post:
+        if self.norm_slots[1].pre and self.norm_slots[1].post:
             self.post_norm2 = norm(size.width)
         if config.placement == "subln":
             self.attn.norm = norm(config.attn_width or size.width)
@@ -90,7 +91,7 @@ class NormBlock(Block):  # type: ignore[misc]  # timm has no types
 
     def forward(self, x: Tensor, **mask: Any) -> Tensor:
         """Map tokens (b, n, d) to tokens of the same shape."""
-        attention, mlp = self.halves
+        attention, mlp = self.norm_slots
         y = self.attn(self.norm1(x) if attention.pre else x, **mask)
         x = _add_residual(x, y, self.post_norm1 if attention.pre else self.norm1, self.drop_path1, attention)
         y = self.mlp(self.norm2(x) if mlp.pre else x)
@@ -111,17 +112,17 @@ def _norm_slots(config: ViTConfig) -> tuple[NormSlots, NormSlots]:
     if config.placement == "normformer":
         return NormSlots(True, True, on_branch=True), NormSlots(True, False)
     on_branch = config.norm_options.post == "branch"
-    attention, mlp = (NormSlots("pre" in where, "post" in where, on_branch) for where in config.placement.split(","))
+    attention, mlp = (NormSlots("pre" in text, "post" in text, on_branch) for text in config.placement.split(","))
     return attention, mlp
 
 
-def _add_residual(x: Tensor, y: Tensor, norm: nn.Module, drop: nn.Module, half: NormSlots) -> Tensor:
-    """Add what a half of a block returned to the residual stream, with the norm after it."""
-    joined: Tensor
-    if not half.post:
-        joined = x + drop(y)
-    elif half.on_branch:
-        joined = x + drop(norm(y))
+def _add_residual(x: Tensor, y: Tensor, norm: nn.Module, drop: nn.Module, slots: NormSlots) -> Tensor:
+    """Add the output `y` of a branch to the residual stream `x`, with the norm after it if it has one."""
+    output: Tensor
+    if not slots.post:
+        output = x + drop(y)
+    elif slots.on_branch:
+        output = x + drop(norm(y))
     else:
-        joined = norm(x + drop(y))
-    return joined
+        output = norm(x + drop(y))
+    return output

@@ -1,4 +1,4 @@
-"""`ViTConfig`: what a Vision Transformer is apart from its weights."""
+"""`ViTConfig`: the architecture of a Vision Transformer."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from dpn_cli.errors import DpnError
 OFFLINE: tuple[Norm, ...] = ("bn", "powernorm", "un", "prepbn")
 
 
-def usual_dtn_blocks(depth: int) -> int:
-    """Return how many of `depth` blocks have DTN's norms unless stated: 10 of 12, as in its released code."""
+def default_dtn_blocks(depth: int) -> int:
+    """Return the default number of blocks with DTN's norms: 10 of 12, as in its released code."""
     return max(1, depth - max(1, depth // 6))
 
 
 @dataclass(frozen=True)
 class ViTConfig:
-    """All that decides the network's function apart from its weights; sizes in pixels.
+    """Architecture of a network: every choice that is not a weight. Sizes are in pixels.
 
-    Raises `DpnError` for norms that do not go with the rest of the network.
+    Raises `DpnError` for norms that do not fit the rest of the network.
     """
 
     size: Size
@@ -36,11 +36,11 @@ class ViTConfig:
     act: Literal["gelu_tanh", "gelu", "quick_gelu"] = "gelu_tanh"  # flax's gelu is the tanh form
     num_classes: int = 0
     drop_path: float = 0.0
-    drop_path_rescale: bool = True  # Scenic's and timm's rule; big_vision's MLP-Mixer leaves what is kept as it is
+    drop_path_rescale: bool = True  # Scenic's and timm's rule; big_vision's MLP-Mixer does not rescale
     dropout: float = 0.0
     pre_norm: bool = False  # CLIP's ln_pre: a norm of all tokens, class token and positions included
     fc_norm: bool = False  # the final norm follows the pooling instead of the blocks
-    mean_beside_class_token: bool = False  # with pool=gap: a class token takes part and is left out of the mean
+    mean_beside_class_token: bool = False  # with pool=gap: blocks have a class token, and the mean leaves it out
     attn_width: int | None = None  # heads times head width where that is not the trunk's width
     norm: Norm = "ln"  # of the blocks
     placement: Placement = "pre,pre"
@@ -53,16 +53,16 @@ class ViTConfig:
             raise DpnError(f"--norm {self.norm}: its groups are the {heads} heads, which do not divide the width")
         if self.norm == "in" and grid[0] * grid[1] == 1:
             raise DpnError(
-                "--norm in: its statistics are over an image's tokens, and there is one; use a larger --image-size, a "
-                "smaller patch, or another norm"
+                "--norm in: its statistics are over the tokens of an image, which has only one; use a larger "
+                "--image-size, a smaller patch, or another norm"
             )
         if self.norm == "dtn" and self.dtn_blocks > self.size.depth - self.has_class_token:
             most = self.size.depth - self.has_class_token
-            after = ", and the class token joins after those" if self.has_class_token else ""
-            fewer = f"--set backbone.norm_options.dtn_blocks={most}" if most else "a deeper --arch"
+            condition = ", and the class token joins after those" if self.has_class_token else ""
+            remedy = f"--set backbone.norm_options.dtn_blocks={most}" if most else "a deeper --arch"
             raise DpnError(
                 f"--norm dtn: its norms mix the tokens of a whole grid in the first {self.dtn_blocks} of the blocks"
-                f"{after}, but {self.arch} has {self.size.depth}; use {fewer} or --set backbone.pool=gap"
+                f"{condition}, but {self.arch} has {self.size.depth}; use {remedy} or --set backbone.pool=gap"
             )
 
     @property
@@ -72,7 +72,7 @@ class ViTConfig:
 
     @property
     def arch(self) -> str:
-        """The network's name as ``--arch`` takes it: ``"B/32"``; other trunks are described."""
+        """The value for ``--arch``, such as ``"B/32"``; a description of a trunk without a name."""
         return f"{size_name(self.size) or self.size}/{self.patch[0]}"
 
     @property
@@ -85,16 +85,16 @@ class ViTConfig:
         """Number of leading blocks with DTN's norms; the others have LayerNorm. 0 with another norm."""
         if self.norm != "dtn":
             return 0
-        return self.norm_options.dtn_blocks or usual_dtn_blocks(self.size.depth)
+        return self.norm_options.dtn_blocks or default_dtn_blocks(self.size.depth)
 
     @property
     def has_class_token(self) -> bool:
-        """Return whether a class token goes through the blocks, pooled or left out of the mean."""
+        """Return whether blocks have a class token, for pooling or left out of the mean."""
         return self.pool == "tok" or self.mean_beside_class_token
 
     @property
     def class_token_at(self) -> int:
-        """The block before which the class token joins the patch tokens."""
+        """Index of the block before which the class token joins the patch tokens."""
         return (self.norm_options.class_token_at or self.dtn_blocks) if self.has_class_token else 0
 
     def norm_of(self, block: int) -> Norm:
@@ -113,8 +113,8 @@ class ViTConfig:
 
 
 def _check_options(config: ViTConfig) -> None:
-    """Refuse an option of the norms that has no effect on this network. Raises `DpnError`."""
-    needed = {
+    """Raise `DpnError` for an option of the norms that has no effect on this network."""
+    requirements = {
         "post": ("post" in config.placement, "a --placement with post"),
         "head_scale": (config.placement == "normformer", "--placement normformer"),
         "res_scale": (config.placement == "normformer", "--placement normformer"),
@@ -138,10 +138,10 @@ def _check_options(config: ViTConfig) -> None:
         "un_warmup": (config.norm == "un", "--norm un"),
         "un_filter": (config.norm == "un", "--norm un"),
     }
-    for key, (holds, what) in needed.items():
+    for key, (is_met, requirement) in requirements.items():
         value = getattr(config.norm_options, key)
-        if not holds and value != NormOptions.model_fields[key].default:
+        if not is_met and value != NormOptions.model_fields[key].default:
             raise DpnError(
-                f"backbone.norm_options.{key}={value}: needs {what}, and this network has --norm {config.norm} "
+                f"backbone.norm_options.{key}={value}: needs {requirement}, and this network has --norm {config.norm} "
                 f"--placement {config.placement} --stem {config.stem}; leave it out"
             )

@@ -1,4 +1,4 @@
-"""Parts of a ViT that a training leaves as they are."""
+"""Freeze groups of a ViT's parameters."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dpn_cli.errors import DpnError
 from dpn_cli.model.norms import RunningNorm
 
 STEM, POSITIONS = ("patch_embed.", "norm_posemb.", "norm_pre."), ("pos_embed", "cls_token")
-# What a word of --freeze stands for; "blocks:0-5" is understood besides.
-PARTS = {
+# Prefixes of the parameters that a word of --freeze names; it takes "blocks:0-5", too.
+GROUPS = {
     "stem": STEM,
     "positions": POSITIONS,
     "blocks": ("blocks.",),
@@ -20,24 +20,24 @@ PARTS = {
 }
 
 
-def freeze(model: nn.Module, parts: tuple[str, ...]) -> int:
-    """Stop the training of parts of a ViT, running statistics included; returns how many weights stay as they are.
+def freeze(model: nn.Module, groups: tuple[str, ...]) -> int:
+    """Freeze groups of a ViT's parameters, running statistics included; returns the number of frozen weights.
 
-    Raises `DpnError` for an unknown part, a block that the network does not have, and when nothing is left to train.
+    Raises `DpnError` for an unknown group, a block that the network does not have, and when nothing is left to train.
     """
     depth = len(getattr(model, "blocks", []))
     prefixes: list[str] = []
-    for part in parts:
-        blocks = re.fullmatch(r"blocks:(\d{1,6})(?:-(\d{1,6}))?", part)
+    for group in groups:
+        blocks = re.fullmatch(r"blocks:(\d{1,6})(?:-(\d{1,6}))?", group)
         if blocks:
             first, last = int(blocks[1]), int(blocks[2] or blocks[1])
             if not first <= last < depth:
-                raise DpnError(f"--freeze {part}: the network has the blocks 0 to {depth - 1}")
+                raise DpnError(f"--freeze {group}: the network has the blocks 0 to {depth - 1}")
             prefixes += [f"blocks.{block}." for block in range(first, last + 1)]
-        elif part in PARTS:
-            prefixes += PARTS[part]
+        elif group in GROUPS:
+            prefixes += GROUPS[group]
         else:
-            raise DpnError(f"--freeze {part}: choose from {', '.join(PARTS)}, blocks:N or blocks:FIRST-LAST")
+            raise DpnError(f"--freeze {group}: choose from {', '.join(GROUPS)}, blocks:N or blocks:FIRST-LAST")
     frozen = 0
     for name, parameter in model.named_parameters():
         if prefixes and name.startswith(tuple(prefixes)):
@@ -47,12 +47,12 @@ def freeze(model: nn.Module, parts: tuple[str, ...]) -> int:
         if isinstance(module, RunningNorm):
             module.freeze(bool(prefixes) and f"{name}.".startswith(tuple(prefixes)))
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise DpnError(f"--freeze {','.join(parts)}: nothing is left to train")
+        raise DpnError(f"--freeze {','.join(groups)}: nothing is left to train")
     return frozen
 
 
 def train_only(model: nn.Module, prefixes: tuple[str, ...]) -> None:
-    """Stop the training of a ViT but for what begins with `prefixes`, running statistics included."""
+    """Freeze all parameters of a ViT but those with names that start with `prefixes`, running statistics included."""
     for name, parameter in model.named_parameters():
         if not name.startswith(prefixes):
             parameter.requires_grad_(False)

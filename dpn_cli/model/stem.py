@@ -56,7 +56,7 @@ NORMS: dict[Stem, dict[str, Callable[..., nn.Module]]] = {
 
 
 def stem_norm(stem: Stem, slot: str, features: int, eps: float, kind: Norm = "ln") -> nn.Module:
-    """Build the norm that `stem` has in a slot, or an identity where it has none; `kind` takes LayerNorm's place."""
+    """Build the norm that `stem` has in a slot, or an identity if it has none; `kind` replaces LayerNorm."""
     norm = NORMS[stem].get(slot)
     if norm is nn.LayerNorm:
         return token_norm(kind, features, eps=eps)
@@ -73,14 +73,14 @@ class PatchStem(PatchEmbed):
     def __init__(
         self, *, stem: Stem, eps: float, embed_dim: int, in_chans: int = 3, norm: Norm = "ln", **timm: Any
     ) -> None:
-        timm["bias"] = True  # timm leaves it out before a pre-norm; a bias of zero is the same network
+        timm["bias"] = True  # timm has none before a pre-norm; a bias of zero is the same network
         super().__init__(embed_dim=embed_dim, in_chans=in_chans, **timm)
         rows, columns = self.patch_size
         self.norm_in = stem_norm(stem, "norm_in", rows * columns * in_chans, eps, norm)
         self.norm = stem_norm(stem, "norm", embed_dim, eps, norm)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Return tokens (b, h*w, d) in float32 whatever the autocast precision; in float64 of weights in float64.
+        """Return tokens (b, h*w, d) in float32 at any autocast precision; in float64 if the weights are.
 
         Both norms take their statistics in float32. The projection follows autocast to bfloat16, whose range is
         float32's; in float16 its output can overflow before the second norm, so it stays in float32.

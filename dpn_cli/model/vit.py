@@ -29,10 +29,10 @@ TRUNCATED_NORMAL_STD = 0.87962566103423978
 class DPNViT(VisionTransformer):
     """A ViT whose stem is one of Table 6's, with timm's methods and big_vision's order of operations.
 
-    ``forward_features(image)`` gives tokens (b, 1+n, d) after the final norm ((b, n, d) without a class token),
-    ``forward_head(tokens, pre_logits=True)`` the representation (b, d), ``forward(image)`` logits (b, classes), or
-    the representation when there is no head. The class token joins after the position embedding, before the block
-    ``config.class_token_at``, and has no position of its own. Weights are uninitialised until `initialize` or a
+    ``forward_features(image)`` returns tokens (b, 1+n, d) after the final norm ((b, n, d) without a class token),
+    ``forward_head(tokens, pre_logits=True)`` the representation (b, d). ``forward(image)`` returns logits (b, classes),
+    or the representation if the network has no head. The class token joins after the position embedding, before the
+    block ``config.class_token_at``, and has no position embedding. Weights are uninitialised until `initialize` or a
     checkpoint fills them.
     """
 
@@ -81,7 +81,7 @@ class DPNViT(VisionTransformer):
                 config.norm, size.width, eps=config.norm_eps, tokens=Tokens(size.heads, grid), options=options
             )
         if config.class_token_at:
-            self.blocks[config.class_token_at].register_forward_pre_hook(self._with_class_token)
+            self.blocks[config.class_token_at].register_forward_pre_hook(self._prepend_class_token)
         for module in self.modules():
             if isinstance(module, DropPath):
                 module.scale_by_keep = config.drop_path_rescale
@@ -91,18 +91,18 @@ class DPNViT(VisionTransformer):
     def _pos_embed(self, x: Tensor) -> Tensor:
         x = self.norm_posemb(x + self.pos_embed)
         if self.cls_token is not None and not self.config.class_token_at:
-            (x,) = self._with_class_token(self, (x,))
+            (x,) = self._prepend_class_token(self, (x,))
         dropped: Tensor = self.pos_drop(x)
         return dropped
 
-    def _with_class_token(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor]:
-        """Put the class token before the tokens (b, n, d) that enter a module."""
+    def _prepend_class_token(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor]:
+        """Prepend the class token to the tokens (b, n, d) that enter a module."""
         (x,) = inputs
-        # shape[0] and not len(x), which is a plain int: torch.export would take the batch for a constant.
+        # shape[0], not len(x), which is a plain int: torch.export would make the batch size a constant.
         return (torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1),)
 
     def representation(self, x: Tensor) -> Tensor:
-        """Map pooled or dense tokens (..., d) to what the head reads: tanh(pre_logits(x)) where there is one."""
+        """Map pooled or dense tokens (..., d) to the head's input: tanh(pre_logits(x)), or x without pre-logits."""
         return x if self.pre_logits is None else torch.tanh(self.pre_logits(x))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
@@ -114,7 +114,7 @@ class DPNViT(VisionTransformer):
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the head by a zero one (big_vision's start for fine-tuning); 0 classes removes it.
 
-        Part of timm's interface: timm's own method would draw random weights and leave `config` behind.
+        Overrides timm's method, which draws random weights and does not know `config`.
         """
         if global_pool is not None and global_pool != self.global_pool:
             raise ValueError("pooling is fixed when the backbone is loaded; use load_backbone(pool=...)")
@@ -133,23 +133,23 @@ class DPNViT(VisionTransformer):
     def set_input_size(self, img_size: tuple[int, int] | None = None, patch_size: object = None) -> None:
         """Change the image size in pixels, resampling the position embedding as the paper's code does.
 
-        Part of timm's interface: timm's own method resamples otherwise and leaves `config` behind.
+        Overrides timm's method, which resamples otherwise and does not know `config`.
         """
         if patch_size is not None and patch_size != self.config.patch:
             raise ValueError("the patch size is fixed: the first norm has one weight per pixel of a patch")
         if img_size is None or img_size == self.config.image_size:
             return
-        new = replace(self.config, image_size=check_image_size(img_size, self.config.patch))
+        new_config = replace(self.config, image_size=check_image_size(img_size, self.config.patch))
         self.pos_embed = nn.Parameter(
-            resample_posemb(self.pos_embed.detach(), self.config.grid, new.grid),
+            resample_posemb(self.pos_embed.detach(), self.config.grid, new_config.grid),
             requires_grad=self.pos_embed.requires_grad,
         )
         self.patch_embed.set_input_size(img_size)
-        self.set_grid(new.grid)
-        self.config = new
+        self.set_grid(new_config.grid)
+        self.config = new_config
 
     def set_grid(self, grid: tuple[int, int]) -> None:
-        """Tell the norms that mix tokens how these lie: rows and columns."""
+        """Set the rows and columns of the grid in the norms that mix tokens."""
         for module in self.modules():
             if isinstance(module, DynamicTokenNorm):
                 module.set_grid(grid)
@@ -158,8 +158,9 @@ class DPNViT(VisionTransformer):
     def initialize(self, seed: int) -> None:
         """Fill every weight with big_vision's initialisation (models/vit.py); a pure function of `seed`.
 
-        Attention and MLP weights are Xavier-uniform with q, k, v taken apart, the patch projection and pre-logits
-        LeCun-normal, the position embedding normal(1/sqrt(d)), MLP biases normal(1e-6), class token and head zero.
+        Attention and MLP weights are Xavier-uniform, with q, k and v as separate matrices. The patch projection and
+        pre-logits are LeCun-normal, the position embedding normal(1/sqrt(d)), MLP biases normal(1e-6), class token and
+        head zero.
         """
         g = torch.Generator().manual_seed(seed)
         for module in self.modules():
@@ -193,20 +194,20 @@ class DPNViT(VisionTransformer):
 
 
 def resample_posemb(
-    posemb: Tensor, old: tuple[int, int], new: tuple[int, int], *, align_corners: bool = True
+    posemb: Tensor, old_grid: tuple[int, int], new_grid: tuple[int, int], *, align_corners: bool = True
 ) -> Tensor:
-    """Resample a position embedding (1, h*w, d) from grid `old` to grid `new`, bilinearly.
+    """Resample a position embedding (1, h*w, d) from grid `old_grid` to grid `new_grid`, bilinearly.
 
     ``align_corners=True`` equals scipy.ndimage.zoom(order=1), which big_vision uses (App. D and E);
     ``False`` equals jax.image.resize, which antialiases when it shrinks (App. G).
     """
-    if old == new:
+    if old_grid == new_grid:
         return posemb
-    shrinks = new[0] < old[0] or new[1] < old[1]
+    shrinks = new_grid[0] < old_grid[0] or new_grid[1] < old_grid[1]
     # In float64: timm's resample_abs_pos_embed computes in float32 and is off by 1e-6 of the values.
-    table = rearrange(posemb.double(), "1 (h w) d -> 1 d h w", h=old[0], w=old[1])
+    table = rearrange(posemb.double(), "1 (h w) d -> 1 d h w", h=old_grid[0], w=old_grid[1])
     table = F.interpolate(
-        table, new, mode="bilinear", align_corners=align_corners, antialias=shrinks and not align_corners
+        table, new_grid, mode="bilinear", align_corners=align_corners, antialias=shrinks and not align_corners
     )
     return rearrange(table, "1 d h w -> 1 (h w) d").to(posemb.dtype)
 
@@ -220,7 +221,7 @@ def posemb_sincos2d(grid: tuple[int, int], width: int) -> Tensor:
 
 
 def _initialize_attention(layers: Sequence[nn.Linear], inputs: Iterable[Tensor], g: torch.Generator) -> None:
-    """Fill q, k and v, each as a matrix of its own, then the projection, which is the last of `layers`."""
+    """Fill `inputs`, which are q, k and v as separate matrices, then the projection, the last of `layers`."""
     for weight in (*inputs, layers[-1].weight):
         _xavier_uniform(weight, g)
     for layer in layers:
@@ -234,7 +235,7 @@ def _initialize_mlp(mlp: Mlp, g: torch.Generator) -> None:
         _normal(layer.bias, 1e-6, g)
 
 
-# The three draw on the CPU, so that the weights do not depend on the device.
+# These three functions draw on the CPU, so that the weights do not depend on the device.
 
 
 def _xavier_uniform(weight: Tensor, g: torch.Generator) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console as RichConsole
 
 from dpn_cli.arch import SIZES, Size
 from dpn_cli.model.config import ViTConfig
-from dpn_cli.model.flops import count, training_flops
+from dpn_cli.model.flops import count_macs, training_flops
 from dpn_cli.report.reading import hours, read_run
 from dpn_cli.reproduce.experiment import Experiment, Locations, PaperTrial, chain
 from dpn_cli.reproduce.run import layers
@@ -157,7 +157,7 @@ def _lit(config: Any, vit_config: ViTConfig) -> int:
     """
     size = vit_config.size if config.text.size is None else SIZES[config.text.size]
     pairs = int(config.schedule.steps * config.batch_size)
-    return pairs * (3 * 2 * _text_macs(size, config.text.context) + 2 * count(vit_config).forward)
+    return pairs * (3 * 2 * _text_macs(size, config.text.context) + 2 * count_macs(vit_config).forward)
 
 
 def _text_macs(size: Size, tokens: int) -> int:

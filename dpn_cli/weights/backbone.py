@@ -14,7 +14,7 @@ from dpn_cli.arch import Pool, Posemb, Stem, check_image_size, check_norm, check
 from dpn_cli.config.network import BackboneConfig, NormOptions
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.model.config import ViTConfig
-from dpn_cli.model.norms import begin_at_progress, has_running_norms
+from dpn_cli.model.norms import has_running_norms, set_start_progress
 from dpn_cli.model.vit import DPNViT, posemb_sincos2d, resample_posemb
 from dpn_cli.weights.formats import Checkpoint, State, network_metadata
 from dpn_cli.weights.infer_config import config_of
@@ -290,7 +290,7 @@ def _load(source: Checkpoint, config: ViTConfig, head: str, align_corners: bool)
     for name, value in own.items():
         value.copy_(state.pop(name))  # one by one, so that a file's tensors are freed as they are copied
     model.load_state_dict(own, assign=True)
-    begin_at_progress(model)
+    set_start_progress(model)
     return model
 
 

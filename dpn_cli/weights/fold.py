@@ -104,7 +104,7 @@ def _fold_block(block: nn.Module, name: str, source: str) -> list[str]:
             "be folded"
         )
     done = []
-    for number, half in enumerate(block.halves, 1):
+    for number, half in enumerate(block.norm_slots, 1):
         which, first, last = ("attn", "qkv", "proj") if number == 1 else ("mlp", "fc1", "fc2")
         layer: Any = getattr(block, which)
         after = f"post_norm{number}" if half.pre else f"norm{number}"
@@ -126,7 +126,7 @@ def _fold_block(block: nn.Module, name: str, source: str) -> list[str]:
         elif not isinstance(layer.norm, nn.Identity):
             _fold_into_next(_remove_norm(layer, "norm", f"{name}.{which}", source), getattr(layer, last))
             done.append(f"{name}.{which}.norm")
-    block.halves = NormSlots(True, False), NormSlots(True, False)
+    block.norm_slots = NormSlots(True, False), NormSlots(True, False)
     return done
 
 

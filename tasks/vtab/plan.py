@@ -7,7 +7,7 @@ from dataclasses import replace
 from dpn_cli.config.cost import Cost
 from dpn_cli.config.launch import check_start
 from dpn_cli.engine.planning import TRAINING_FRACTION, estimate_disk, estimate_memory, measure_device
-from dpn_cli.model.flops import count, training_flops
+from dpn_cli.model.flops import count_macs, training_flops
 from dpn_cli.weights.backbone import backbone_of
 from tasks.vtab.config import VtabConfig
 from tasks.vtab.dry_run import sweep_cost
@@ -39,7 +39,7 @@ def estimate(config: VtabConfig, ranks: int) -> tuple[list[Cost], str]:
             step_seconds=config.batch_size * flops * seconds / ranks,
             steps=config.schedule.steps,
             trainings=1,
-            evaluation_seconds=2 * count(model.config).forward * seconds / ranks,
+            evaluation_seconds=2 * count_macs(model.config).forward * seconds / ranks,
             kept=disk["weights_bytes"],
             passing=disk["checkpoints_bytes"],
         )

@@ -84,14 +84,20 @@ def _named(findings: Any) -> dict[str, Finding]:
 def test_packages_are_compared_with_the_ranges_of_the_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"timm": "1.2.0", "torch": "2.15.0+cu132", "torchvision": "0.26.0", "typer": "0.30.0rc1"}
     rows = {
-        packages.OURS: ["timm<1.1,>=1.0.31", "torch>=2.11", "typer<1,>=0.29", "einops>=0.8", "ray>=2; extra == 'ray'"],
+        packages.DPN: [
+            "timm<1.1,>=1.0.31",
+            "torch>=2.11",
+            "typer<1,>=0.29",
+            "einops>=0.8",
+            "ray>=2; extra == 'ray'",
+        ],
         "torchvision": ["numpy", "torch (==2.11.0)"],
     }
-    about = metadata.metadata(packages.OURS)
+    about = metadata.metadata(packages.DPN)
     monkeypatch.setattr(metadata, "requires", rows.get)
     monkeypatch.setattr(metadata, "metadata", lambda name: about)
-    monkeypatch.setattr(packages, "installed", versions.get)
-    found = _named(packages.packages())
+    monkeypatch.setattr(packages, "installed_version", versions.get)
+    found = _named(packages.check_packages())
     assert found["timm"].level == "warning"
     assert "1.2.0, and dpn is tested with timm<1.1,>=1.0.31" in found["timm"].found
     assert found["timm"].remedy == "pip install --upgrade 'timm<1.1,>=1.0.31'"
@@ -103,12 +109,12 @@ def test_packages_are_compared_with_the_ranges_of_the_metadata(monkeypatch: pyte
     assert "'torch==2.11.0' torchvision" in found["torchvision"].remedy
     assert "not installed:" in found["extras"].found
     versions.update(torch="2.11.0+cu130")  # a build's own suffix is the same version
-    assert "torchvision" not in _named(packages.packages())
+    assert "torchvision" not in _named(packages.check_packages())
 
 
 def test_an_old_python_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "python_version", lambda: "3.9.1")
-    found = _named(packages.packages())["Python"]
+    found = _named(packages.check_packages())["Python"]
     assert (found.level, found.found) == ("problem", "3.9.1, and dpn needs >=3.11")
 
 
@@ -116,7 +122,7 @@ def test_an_old_python_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_limits_of_a_container_are_seen(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, own = tmp_path / "groups", tmp_path / "cgroup"
     monkeypatch.setattr(machine, "GROUPS", root)
-    monkeypatch.setattr(machine, "OWN_GROUPS", own)
+    monkeypatch.setattr(machine, "PROCESS_GROUPS", own)
     monkeypatch.setattr(machine, "cores", lambda: list(range(16)))
     if version == 2:
         own.write_text("0::/a/b\n")
@@ -133,7 +139,7 @@ def test_the_limits_of_a_container_are_seen(version: int, tmp_path: Path, monkey
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text + "\n")
-    found = _named(machine.machine())
+    found = _named(machine.check_machine())
     assert found["cores"].level == "warning"
     assert "may use 2.5 of them" in found["cores"].found
     assert "-j 2" in found["cores"].remedy
@@ -146,13 +152,13 @@ def test_little_shared_memory_and_few_open_files_are_warned_of(tmp_path: Path, m
     monkeypatch.setattr(cores, "SHARED", tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=64 * 10**6))
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
-    found = _named(machine.machine())
+    found = _named(machine.check_machine())
     assert found["shared memory"].level == "warning"
     assert "64 MB free" in found["shared memory"].found
     assert "--shm-size" in found["shared memory"].remedy
     assert found["open files"].remedy == "have the limit of 256 raised, or pass -j 0"
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 4096))
-    assert _named(machine.machine())["open files"].remedy == "run 'ulimit -n 1024' first"
+    assert _named(machine.check_machine())["open files"].remedy == "run 'ulimit -n 1024' first"
 
 
 def test_read_only_folders_and_full_disks_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +169,7 @@ def test_read_only_folders_and_full_disks_are_reported(tmp_path: Path, monkeypat
     monkeypatch.setenv("DPN_DATA_DIR", str(tmp_path / "data"))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**9))
-    found = _named(storage.places())
+    found = _named(storage.check_storage())
     assert found["dpn's files"].level == "problem"
     assert "Not a directory" in found["dpn's files"].found
     assert "DPN_HOME" in found["dpn's files"].remedy
@@ -183,19 +189,19 @@ def test_a_gpu_that_torch_cannot_use_is_reported_with_the_reason(
 
     monkeypatch.setattr(torch.cuda, "is_available", unavailable)
     monkeypatch.setattr(devices, "DRIVER", (tmp_path / "none",))
-    assert [finding.level for finding in devices.gpus()] == ["ok"]
+    assert [finding.level for finding in devices.check_gpus()] == ["ok"]
     monkeypatch.setattr(devices, "DRIVER", (tmp_path,))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (found,) = devices.gpus()
+    (found,) = devices.check_gpus()
     assert found.level == "problem"
     assert found.found.endswith("the NVIDIA driver on your system is too old (found version 11040)."[1:])
     assert "update NVIDIA's driver" in found.remedy
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    (found,) = devices.gpus()
+    (found,) = devices.check_gpus()
     assert (found.level, found.remedy) == ("warning", "unset CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(torch.version, "cuda", None)
-    (found,) = devices.gpus()
+    (found,) = devices.check_gpus()
     assert "is built without CUDA" in found.found
 
 
@@ -212,20 +218,20 @@ def test_a_gpu_without_kernels_or_in_use_is_reported(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80"])
     random = torch.randn
     monkeypatch.setattr(torch, "randn", lambda *sides, device: random(*sides))
-    (found,) = devices.gpus()
+    (found,) = devices.check_gpus()
     assert found.level == "warning"
     assert "9.0 GB of 80.0 GB free; other programs use it" in found.found
     monkeypatch.setenv("LOCAL_RANK", "1")  # each rank looks at its own
-    assert list(devices.gpus()) == []
+    assert list(devices.check_gpus()) == []
     monkeypatch.setenv("LOCAL_RANK", "0")
     memory[0] = 79 * 10**9
-    assert [finding.level for finding in devices.gpus()] == ["ok"]
+    assert [finding.level for finding in devices.check_gpus()] == ["ok"]
 
     def no_kernel(*sides: int, device: torch.device) -> torch.Tensor:
         raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore")
 
     monkeypatch.setattr(torch, "randn", no_kernel)
-    (found,) = devices.gpus()
+    (found,) = devices.check_gpus()
     assert (found.level, found.name) == ("problem", "GPU 0")
     assert "no kernel image" in found.found
     assert "sm_75, sm_80" in found.remedy
@@ -235,12 +241,12 @@ def test_a_gpu_without_kernels_or_in_use_is_reported(monkeypatch: pytest.MonkeyP
 def test_emulated_bf16_is_warned_of(native: bool, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation or native)
-    assert [finding.level for finding in devices.precision()] == [level]
+    assert [finding.level for finding in devices.check_precision()] == [level]
 
 
 def test_a_missing_compiler_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda program: None)
-    (found,) = devices.compiler()
+    (found,) = devices.check_compiler()
     assert (found.level, found.remedy) == ("warning", "install it, or leave --compile out")
 
 
@@ -297,7 +303,7 @@ def test_only_the_leading_rank_prints_when_the_ranks_have_met(monkeypatch: pytes
 
 
 def test_a_device_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess_check, "PATIENCE", 0.01)
+    monkeypatch.setattr(subprocess_check, "STEP_TIMEOUT", 0.01)
     ours, theirs = multiprocessing.Pipe()
     for said in ("torch", Finding("torch", "ok", "2"), "GPU"):
         theirs.send(said)

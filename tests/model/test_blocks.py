@@ -162,7 +162,7 @@ def test_norms_of_a_checkpoint_are_its_own(tmp_path: Path) -> None:
     [
         ({"norm": "layernorm"}, "--norm 'layernorm': choose one of"),
         ({"placement": "post"}, "--placement 'post': choose one of"),
-        ({"norm": "in", "image_size": 8}, "--norm in: its statistics are over an image's tokens"),
+        ({"norm": "in", "image_size": 8}, "--norm in: its statistics are over the tokens of an image"),
         ({"norm": "dtn", "arch": "mu/8"}, "dtn: .* mu/8 has 1; use a deeper --arch or --set backbone.pool=gap"),
         ({"norm": "dtn", "norm_options": {"dtn_blocks": 4}}, "dtn_blocks=3 or --set backbone.pool=gap"),
         ({"norm_options": {"post": "branch"}}, "norm_options.post=branch: needs a --placement with post"),

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dpn_cli.arch import SIZES, Pool, Stem
 from dpn_cli.config.network import NormOptions
 from dpn_cli.model.config import ViTConfig
-from dpn_cli.model.flops import count, training_flops
+from dpn_cli.model.flops import count_macs, training_flops
 from dpn_cli.model.freeze import POSITIONS, STEM, train_only
 from dpn_cli.weights.backbone import load_backbone
 
@@ -36,13 +36,13 @@ def config(letter: str, patch: int, side: int = 224) -> ViTConfig:
 )
 def test_forward_flops_match_torchvisions(name: str, weights: str, letter: str, patch: int, side: int) -> None:
     published: Any = getattr(getattr(torchvision.models, f"{name}_Weights"), weights)
-    assert round(count(config(letter, patch, side)).forward / 1e9, 3) == published.meta["_ops"]
+    assert round(count_macs(config(letter, patch, side)).forward / 1e9, 3) == published.meta["_ops"]
 
 
 # GMACs of vit_tiny, vit_small and vit_base_patch16_224 in timm's benchmark tables, which count the norms too.
 @pytest.mark.parametrize(("letter", "gmacs"), [("Ti", 1.26), ("S", 4.61), ("B", 17.58)])
 def test_forward_flops_match_timms(letter: str, gmacs: float) -> None:
-    assert count(config(letter, 16)).forward / 1e9 == pytest.approx(gmacs, rel=6e-3)
+    assert count_macs(config(letter, 16)).forward / 1e9 == pytest.approx(gmacs, rel=6e-3)
 
 
 def counted(
@@ -65,7 +65,7 @@ def counted(
 @pytest.mark.parametrize("stem", get_args(Stem))
 def test_the_formula_is_torchs_count_of_plain_products(stem: Stem, pool: Pool, checkpointing: bool) -> None:
     shape, forward, both = counted(stem=stem, pool=pool, pre_logits=pool == "gap", grad_checkpointing=checkpointing)
-    macs = count(shape)
+    macs = count_macs(shape)
     assert forward == 2 * macs.forward
     # Plain attention keeps its first product for backward; fused attention, which is counted, does not.
     assert both == training_flops(shape, grad_checkpointing=checkpointing) - macs.attention
@@ -77,7 +77,7 @@ def test_frozen_blocks_have_no_gradients_of_their_own(stem: Stem, checkpointing:
     trained = (*STEM, *POSITIONS)
     shape, _, both = counted(stem=stem, pool="gap", pre_logits=True, grad_checkpointing=checkpointing, trained=trained)
     expected = training_flops(shape, grad_checkpointing=checkpointing, stem_only=True)
-    assert both == expected - count(shape).attention
+    assert both == expected - count_macs(shape).attention
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_frozen_blocks_have_no_gradients_of_their_own(stem: Stem, checkpointing:
 def test_dtn_is_counted_as_torch_counts_it(placement: str, released: bool, image_size: tuple[int, int]) -> None:
     options = NormOptions(dtn="released" if released else "paper")
     shape, forward, both = counted(image_size, norm="dtn", placement=placement, norm_options=options)
-    macs = count(shape)
+    macs = count_macs(shape)
     assert forward == 2 * macs.forward
     assert both == training_flops(shape) - macs.attention
 
@@ -101,8 +101,8 @@ def test_dtn_is_counted_as_torch_counts_it(placement: str, released: bool, image
 def test_dtn_of_small_16_adds_4_2_million_multiply_adds_a_norm() -> None:
     """Along 14 rows and 14 columns; as a matrix of 196 x 196 it would be 29.5 million, 7 times as many."""
     dtn = ViTConfig(SIZES["S"], (16, 16), (224, 224), norm="dtn", pool="gap")
-    assert count(dtn).mixing == 10 * 2 * 2 * 196 * (14 + 14) * 384
-    assert count(dtn).forward - count(replace(dtn, norm="ln")).forward == count(dtn).mixing
+    assert count_macs(dtn).mixing == 10 * 2 * 2 * 196 * (14 + 14) * 384
+    assert count_macs(dtn).forward - count_macs(replace(dtn, norm="ln")).forward == count_macs(dtn).mixing
 
 
 def test_small_16_needs_28_gflop_per_image() -> None:

@@ -286,7 +286,7 @@ def test_power_norm_follows_its_algorithm(grouped: bool) -> None:
 
 def test_unified_norm_follows_its_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten steps: warm-up to the fifth, the ratio from the eighth, and an outlier in the seventh."""
-    monkeypatch.setattr("dpn_cli.model.norms.power.SETTLED", 7)
+    monkeypatch.setattr("dpn_cli.model.norms.power.GAIN_START", 7)
     norm = build("un", NormOptions(un_warmup=6))
     weight, bias = tensors(norm)["weight"], tensors(norm)["bias"]
     running, psi = torch.ones(WIDTH).double(), torch.zeros(WIDTH).double()

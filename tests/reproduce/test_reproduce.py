@@ -17,7 +17,7 @@ from dpn_cli.arch import SIZES
 from dpn_cli.commands.trainers import TRAIN_COMMANDS
 from dpn_cli.config.provenance import differences
 from dpn_cli.model.config import ViTConfig
-from dpn_cli.model.flops import count, training_flops
+from dpn_cli.model.flops import count_macs, training_flops
 from dpn_cli.reproduce import page, paper
 from dpn_cli.reproduce import run as runner
 from dpn_cli.reproduce.experiment import Experiment, Locations, Number, PaperTrial
@@ -122,7 +122,7 @@ def test_the_price_of_lit_is_the_text_tower_in_training_and_the_image_tower_forw
         tokens = torch.zeros(1, config.text.context, dtype=torch.long)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as text:
         tower(tokens)
-    image = 2 * count(ViTConfig(SIZES["B"], (32, 32), (224, 224))).forward
+    image = 2 * count_macs(ViTConfig(SIZES["B"], (32, 32), (224, 224))).forward
     pairs = config.schedule.steps * config.batch_size
     projection = 2 * 768 * 768  # behind the pooling, which the price leaves out
     assert flops([trial], NOWHERE) == pairs * (3 * (text.get_total_flops() - projection) + image)

@@ -1,4 +1,4 @@
-"""The normalisers inside the blocks of a ViT, one line each in a table.
+"""Norms inside the blocks of a ViT, one line each in a table.
 
 Axes: b batch, t tokens, c features.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dpn_cli.arch import Norm
 from dpn_cli.model.norms.base import NormOptions as NormOptions
 from dpn_cli.model.norms.base import RunningNorm as RunningNorm
-from dpn_cli.model.norms.base import TokenNorm, check_heads, moments, standardised
+from dpn_cli.model.norms.base import TokenNorm, check_heads, moments, standardize
 from dpn_cli.model.norms.base import Tokens as Tokens
 from dpn_cli.model.norms.dtn import DynamicTokenNorm
 from dpn_cli.model.norms.power import PowerNorm, UnifiedNorm
@@ -34,7 +34,7 @@ class InstanceNorm(TokenNorm):
         ((mean, variance),) = moments(x, 1)
         if self.unbiased:
             variance = variance * (x.shape[1] / (x.shape[1] - 1))
-        return standardised(x, mean, variance, self.weight, self.bias, self.eps)
+        return standardize(x, mean, variance, self.weight, self.bias, self.eps)
 
 
 class GroupNorm(TokenNorm):
@@ -51,8 +51,10 @@ class GroupNorm(TokenNorm):
     def normalize(self, x: Tensor) -> Tensor:
         """Normalise tokens (b, t, c) of full precision."""
         groups = x.reshape(*x.shape[:2], self.groups, -1)
-        mean, variance = (part.expand(-1, -1, -1, groups.shape[-1]).flatten(2) for part in moments(groups, (1, 3))[0])
-        return standardised(x, mean, variance, self.weight, self.bias, self.eps)
+        mean, variance = (
+            moment.expand(-1, -1, -1, groups.shape[-1]).flatten(2) for moment in moments(groups, (1, 3))[0]
+        )
+        return standardize(x, mean, variance, self.weight, self.bias, self.eps)
 
 
 class ScaleNorm(TokenNorm):
@@ -105,19 +107,19 @@ def token_norm(
 
 
 def has_running_norms(model: nn.Module) -> bool:
-    """Return whether a norm of `model` takes its statistics over all rows that go through it at once."""
+    """Return whether a norm of `model` takes its statistics over all rows of a forward pass."""
     return any(isinstance(module, RunningNorm) for module in model.modules())
 
 
 class GradualNorm(nn.Module):
-    """A norm that a trained network without it takes up: ``(1 - progress) * x + progress * norm(x)``.
+    """A norm that is blended into a trained network: ``(1 - progress) * x + progress * norm(x)``.
 
-    `progress` rises from 0 at the beginning of the training, where the network is what it was, to 1 when `share` of the
-    training is done (`set_progress`).
+    `progress` rises from 0 at the start of the training, where the network is unchanged, to 1 after the fraction
+    `share` of the training (`set_progress`).
     """
 
     progress: Tensor
-    begun = 0.0
+    start_progress = 0.0
 
     def __init__(self, norm: nn.Module, share: float) -> None:
         super().__init__()
@@ -125,19 +127,19 @@ class GradualNorm(nn.Module):
         self.register_buffer("progress", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x (..., c) as far as the training is."""
+        """Blend x (..., c) with the normalised x by the progress of the training."""
         return torch.lerp(x, self.norm(x), self.progress)
 
 
 def set_progress(model: nn.Module, share: float) -> None:
-    """Tell the norms of `model` that depend on it which share of the training is done, from 0 to 1."""
+    """Set the finished fraction of the training, from 0 to 1, in the norms of `model` that depend on it."""
     for module in model.modules():
         if isinstance(module, PRepBN | GradualNorm):
-            module.progress.fill_(module.begun + (1 - module.begun) * min(1.0, share / module.share))
+            module.progress.fill_(module.start_progress + (1 - module.start_progress) * min(1.0, share / module.share))
 
 
-def begin_at_progress(model: nn.Module) -> None:
-    """Let the next training of `model` go on from the progress that its weights were loaded with."""
+def set_start_progress(model: nn.Module) -> None:
+    """Start the next training of `model` from the progress that its weights were loaded with."""
     for module in model.modules():
         if isinstance(module, PRepBN):
-            module.begun = float(module.progress)
+            module.start_progress = float(module.progress)

@@ -22,14 +22,14 @@ NO_EPS = 1e-12  # only keeps the root of a variance of zero finite
 
 @dataclass(frozen=True)
 class Tokens:
-    """Properties of the tokens that a norm may need besides their width."""
+    """Shape of the tokens of a norm, without their width."""
 
     heads: int = 1  # of the attention: the groups of gn, of dtn, and of powernorm with group_scale
-    grid: tuple[int, int] | None = None  # rows and columns; None where a class token is among them
+    grid: tuple[int, int] | None = None  # rows and columns; None with a class token
 
 
 class TokenNorm(nn.Module):
-    """A norm of tokens (b, t, c), computed in float32 whatever the autocast precision; in float64 of float64.
+    """A norm of tokens (b, t, c), computed in float32 at any autocast precision; in float64 for float64 input.
 
     The result has the type of the input. Weights and buffers are uninitialised until `reset_parameters` or a checkpoint
     fills them; `weight` and `bias` (c) start at one and zero.
@@ -43,7 +43,7 @@ class TokenNorm(nn.Module):
             self.bias = nn.Parameter(torch.empty(features))
 
     def reset_parameters(self) -> None:
-        """Set parameters and buffers to their start."""
+        """Set parameters and buffers to their initial values."""
         nn.init.ones_(self.weight)
         nn.init.zeros_(self.bias)
 
@@ -57,7 +57,7 @@ class TokenNorm(nn.Module):
         """Normalise tokens (b, t, c) of full precision."""
         raise NotImplementedError
 
-    def scaled(self, x: Tensor) -> Tensor:
+    def scale_and_shift(self, x: Tensor) -> Tensor:
         """Return ``weight * x + bias``."""
         return (x * self.weight).add_(self.bias)  # the gradient of addcmul takes twice as long
 
@@ -67,60 +67,60 @@ class TokenNorm(nn.Module):
 
 
 class RunningNorm(TokenNorm):
-    """A norm whose statistics over the batch are running ones in evaluation: buffers, which training updates.
+    """A norm with batch statistics in training and running statistics, which are buffers, in evaluation.
 
-    The batch is that of one forward pass: with micro-batches, a micro-batch. Over ranks it is all of theirs, of which
-    each has equally many, so that they train as one process with the whole batch does. A `frozen` norm keeps its
-    running statistics and uses them in training, too.
+    The batch is that of one forward pass: with micro-batches, a micro-batch. It includes the rows of all ranks, which
+    have equally many, so several ranks train as one process with the full batch does. A `frozen` norm does not update
+    its running statistics and uses them in training, too.
     """
 
     frozen = False
 
     def freeze(self, frozen: bool) -> None:
-        """Keep the running statistics from now on, or no longer."""
+        """Freeze or unfreeze the running statistics."""
         self.frozen = frozen
         self.train(self.training)
 
     def train(self, mode: bool = True) -> RunningNorm:
-        """Set the mode, which for a frozen norm is evaluation always."""
+        """Set the mode; a frozen norm stays in evaluation mode."""
         return super().train(mode and not self.frozen)
 
     def affine(self) -> tuple[Tensor, Tensor] | None:
-        """Return the scale and shift (c), float64, that the norm is in evaluation; None if the input decides too."""
-        return self.scale_shift(torch.float64)
+        """Return the scale and shift (c) of evaluation in float64; None if they depend on the input."""
+        return self.running_scale_shift(torch.float64)
 
-    def scale_shift(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def running_scale_shift(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return scale and shift (c) in evaluation, computed in `dtype`."""
         raise NotImplementedError
 
-    def evaluated(self, x: Tensor) -> Tensor:
+    def normalize_by_running(self, x: Tensor) -> Tensor:
         """Normalise with the running statistics."""
-        scale, shift = self.scale_shift(x.dtype)
+        scale, shift = self.running_scale_shift(x.dtype)
         return torch.addcmul(shift, x, scale)
 
 
 class _Moments(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, *axes: int | tuple[int, ...]) -> tuple[Tensor, ...]:
-        means, variances = zip(*(_mean_and_variance(x, of_one) for of_one in axes), strict=True)
+        means, variances = zip(*(_mean_and_variance(x, axis) for axis in axes), strict=True)
         context.save_for_backward(x, *means)
         return *means, *variances
 
     @staticmethod
     @once_differentiable
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(context: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *means = context.saved_tensors
-        of_means, of_variances = gradients[: len(means)], gradients[len(means) :]
+        grad_means, grad_variances = grads[: len(means)], grads[len(means) :]
         shares = [mean.numel() / x.numel() for mean in means]
-        slopes = [of_variance * (2 * share) for of_variance, share in zip(of_variances, shares, strict=True)]
-        of_x = x * sum(slopes)
-        for mean, of_mean, slope, share in zip(means, of_means, slopes, shares, strict=True):
-            of_x.add_(of_mean * share - slope * mean)
-        return of_x, *(None for _ in means)
+        slopes = [grad_variance * (2 * share) for grad_variance, share in zip(grad_variances, shares, strict=True)]
+        grad_x = x * sum(slopes)
+        for mean, grad_mean, slope, share in zip(means, grad_means, slopes, shares, strict=True):
+            grad_x.add_(grad_mean * share - slope * mean)
+        return grad_x, *(None for _ in means)
 
 
 def _mean_and_variance(x: Tensor, axes: int | tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    if axes == x.ndim - 1:  # LN's in one pass, of which this takes what LN keeps for its gradient
+    if axes == x.ndim - 1:  # one pass, with the moments that LN saves for its gradient
         _, mean, root = torch.native_layer_norm(x, x.shape[-1:], None, None, NO_EPS)
         return mean, root.pow(-2) - NO_EPS
     mean = x.mean(axes, keepdim=True)
@@ -128,22 +128,22 @@ def _mean_and_variance(x: Tensor, axes: int | tuple[int, ...]) -> tuple[Tensor, 
 
 
 def moments(x: Tensor, *axes: int | tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
-    """Return mean and biased variance of `x` over each of `axes`, which stay with length one.
+    """Return mean and biased variance of `x` over each of `axes`, which remain with length one.
 
-    Each is ``torch.var_mean``, which takes ten times as long on a CPU.
+    Equals ``torch.var_mean``, which takes ten times as long on a CPU.
     """
-    parts = _Moments.apply(x, *axes)
-    return list(zip(parts[: len(axes)], parts[len(axes) :], strict=True))
+    outputs = _Moments.apply(x, *axes)
+    return list(zip(outputs[: len(axes)], outputs[len(axes) :], strict=True))
 
 
-def standardised(x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Return ``weight * (x - mean) / sqrt(variance + eps) + bias`` for statistics that tokens share, ([b,] 1, c)."""
+def standardize(x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Return ``weight * (x - mean) / sqrt(variance + eps) + bias`` for statistics ([b,] 1, c) of all tokens."""
     scale = weight * torch.rsqrt(variance + eps)
     return (x * scale).add_(bias - mean * scale)
 
 
 def moments_over_ranks(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance (c) over all ranks' rows from those of this rank's, with gradients."""
+    """Return mean and biased variance (c) over all ranks' rows, with gradients, from the values of this rank's rows."""
     if not dist.is_initialized():
         return mean, variance
     ranks = gather(torch.stack([mean, variance])[None])

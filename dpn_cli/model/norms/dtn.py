@@ -24,20 +24,20 @@ class DynamicTokenNorm(TokenNorm):
     """Normalise with a mixture, per head, of LN's statistics and of statistics over a learned neighbourhood.
 
     Head h has ``mean = lambda * mean_LN + (1 - lambda) * P x`` and ``variance = lambda * var_LN + (1 - lambda) *
-    (P x^2 - (P x)^2)``, with lambda the sigmoid of a logit that starts at zero, and P (t, t) the softmax over tokens j
-    of ``a . (dx, dy, dx^2 + dy^2)``, where (dx, dy) leads from token j to token i. The softmax of such a sum is a
-    product of one over rows and one over columns, and so P is applied as two small matrices: exactly, at (y + x) / t
-    of the cost, and without ever being built. The variance over the neighbourhood is clamped at zero, which only
-    rounding can pass.
+    (P x^2 - (P x)^2)``. Here lambda is the sigmoid of a logit that starts at zero, and P (t, t) the softmax over tokens
+    j of ``a . (dx, dy, dx^2 + dy^2)``, where (dx, dy) leads from token j to token i. This softmax is a product of one
+    over rows and one over columns. P is therefore applied as two small matrices, exactly, at (y + x) / t of the cost.
+    The variance over the neighbourhood is clamped at zero against rounding errors.
 
     Parameters, with the names and order of the released code: `weight`, `bias` (c); ``pos_proj.weight`` (h, 3), the
-    a; ``var_norm_weight`` (h), the logits. They start with local attention (ConViT's): of the heads, the first k^2,
-    k = floor(sqrt(h)), look each at one place of a k x k neighbourhood; the others look everywhere, as IN does. (The
-    released ``pos_proj.bias`` does nothing: the softmax does not see it.)
+    a; ``var_norm_weight`` (h), the logits. They start with local attention (ConViT's): each of the first k^2 heads,
+    k = floor(sqrt(h)), attends to one position of a k x k neighbourhood. The other heads attend to all tokens, as IN
+    does. (The released ``pos_proj.bias`` has no effect: the softmax cancels it.)
 
-    ``NormOptions.dtn="released"`` has what the released code does otherwise: an RMS of every head first; LN's variance
-    over c - 1; logits of their own for the mean, ``mean_norm_weight``; and on grids of more than 14 rows or columns the
-    neighbourhood's statistics are those of tokens averaged to 14. (That it also loses the local start is not followed.)
+    ``NormOptions.dtn="released"`` follows the released code in four points: an RMS of every head first; LN's variance
+    over c - 1; separate logits for the mean, ``mean_norm_weight``; and on grids of more than 14 rows or columns the
+    statistics of the neighbourhood are taken of tokens averaged to 14. (The released code loses the local start; this
+    one does not.)
 
     Raises `DpnError` when the tokens are no grid, the heads do not divide the features, or a grid cannot be averaged
     to 14.
@@ -62,7 +62,7 @@ class DynamicTokenNorm(TokenNorm):
         self.mean_norm_weight = nn.Parameter(torch.empty(self.heads)) if both else None
 
     def set_grid(self, grid: tuple[int, int]) -> None:
-        """Take tokens of a grid of `grid` rows and columns from now on. Raises `DpnError` as the constructor does."""
+        """Set the rows and columns of the grid of tokens. Raises `DpnError` as the constructor does."""
         if self.released and any(side > POOLED and side % POOLED for side in grid):
             raise DpnError(
                 f"--norm dtn: the released code averages a grid to {POOLED} rows and columns, which {grid[0]}x"
@@ -87,10 +87,10 @@ class DynamicTokenNorm(TokenNorm):
     def attention(self, axis: int) -> Tensor:
         """Return P along the rows (axis 0) or columns (1) of the grid, (h, side, side) of the averaged grid."""
         weight = self.pos_proj.weight
-        place = torch.arange(self.grid[axis] // self.pool[axis], dtype=weight.dtype, device=weight.device)
-        offset = place[:, None] - place
-        along, squared = weight[:, 1 - axis, None, None], weight[:, 2, None, None]
-        attention = (along * offset + squared * offset.square()).softmax(-1)
+        position = torch.arange(self.grid[axis] // self.pool[axis], dtype=weight.dtype, device=weight.device)
+        offset = position[:, None] - position
+        linear, squared = weight[:, 1 - axis, None, None], weight[:, 2, None, None]
+        attention = (linear * offset + squared * offset.square()).softmax(-1)
         # Products with small gradients would be denormal numbers, which take a CPU ten times as long.
         return F.threshold(attention, torch.finfo(attention.dtype).eps ** 2, 0.0)
 
@@ -104,30 +104,30 @@ class DynamicTokenNorm(TokenNorm):
         rows, columns = self.grid
         tokens = rearrange(x, "b (y x) (h d) -> b h y x d", y=rows, h=self.heads).contiguous()
         mean_ln, var_ln = (rearrange(s, "b (y x) 1 -> b 1 y x 1", x=columns) for s in (mean_ln, var_ln))
-        share = _per_head(self.var_norm_weight)
-        own = _per_head(self.var_norm_weight if self.mean_norm_weight is None else self.mean_norm_weight)
+        lambda_var = _head_weights(self.var_norm_weight)
+        lambda_mean = _head_weights(self.var_norm_weight if self.mean_norm_weight is None else self.mean_norm_weight)
         if self.options.dtn_statistics == "variance":
-            own = torch.ones_like(share)
-        y = _Mixture.apply(tokens, self._neighbourhood(tokens), mean_ln, var_ln, own, share, self.eps)
-        return self.scaled(rearrange(y, "b h y x d -> b (y x) (h d)"))
+            lambda_mean = torch.ones_like(lambda_var)
+        y = _Mixture.apply(tokens, self._neighbourhood(tokens), mean_ln, var_ln, lambda_mean, lambda_var, self.eps)
+        return self.scale_and_shift(rearrange(y, "b h y x d -> b (y x) (h d)"))
 
     def _neighbourhood(self, tokens: Tensor) -> Tensor:
         """Return the means of tokens (b, h, y, x, d) and of their squares under P, (2, b, h, y, x, d)."""
         down, right = self.pool
         if down * right > 1:
             tokens = reduce(tokens, "b h (y p) (x q) d -> b h y x d", "mean", p=down, q=right)
-        near: Tensor = _Neighbourhood.apply(tokens, self.attention(0), self.attention(1))
-        return repeat(near, "s b h y x d -> s b h (y p) (x q) d", p=down, q=right) if down * right > 1 else near
+        means: Tensor = _Neighbourhood.apply(tokens, self.attention(0), self.attention(1))
+        return repeat(means, "s b h y x d -> s b h (y p) (x q) d", p=down, q=right) if down * right > 1 else means
 
 
-# The gradients of the next two are written out because autograd's way reads and writes twice as much memory, which is
-# what this norm takes its time for.
+# The gradients of the next two functions are explicit: autograd would read and write twice as much memory, which
+# dominates the time of this norm.
 
 
 class _Neighbourhood(torch.autograd.Function):
     """Means of tokens (b, h, y, x, d) and of their squares, (2, b, h, y, x, d).
 
-    The means are under attention along rows (h, y, y) and along columns (h, x, x).
+    The weights of the means are attention along rows (h, y, y) and along columns (h, x, x).
     """
 
     @staticmethod
@@ -143,54 +143,54 @@ class _Neighbourhood(torch.autograd.Function):
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         both, half, rows, columns = context.saved_tensors
-        of_columns = (gradient @ half.mT).sum((0, 1, 3))
-        of_half = (columns.mT[:, None] @ gradient).flatten(-2)
-        of_rows = (of_half @ both.flatten(-2).mT).sum((0, 1))
-        of_both = (rows.mT @ of_half).view_as(both)
-        return of_both[0].addcmul_(both[0], of_both[1], value=2), of_rows, of_columns
+        grad_columns = (gradient @ half.mT).sum((0, 1, 3))
+        grad_half = (columns.mT[:, None] @ gradient).flatten(-2)
+        grad_rows = (grad_half @ both.flatten(-2).mT).sum((0, 1))
+        grad_both = (rows.mT @ grad_half).view_as(both)
+        return grad_both[0].addcmul_(both[0], grad_both[1], value=2), grad_rows, grad_columns
 
 
 class _Mixture(torch.autograd.Function):
     """Standardise tokens (b, h, y, x, d) with DTN's mixture of statistics.
 
-    `near` (2, b, h, y, x, d) has the means of tokens and of their squares over the neighbourhood; LN's mean and
-    variance are (b, 1, y, x, 1), and LN's share in the mean and in the variance (h, 1, 1, 1).
+    `neighbourhood` (2, b, h, y, x, d) has the means of tokens and of their squares over the neighbourhood. LN's mean
+    and variance are (b, 1, y, x, 1), and their weights in the mixture, `lambda_mean` and `lambda_var`, (h, 1, 1, 1).
     """
 
     @staticmethod
     def forward(
         context: Any,
         tokens: Tensor,
-        near: Tensor,
+        neighbourhood: Tensor,
         mean_ln: Tensor,
         var_ln: Tensor,
-        of_mean: Tensor,
-        of_variance: Tensor,
+        lambda_mean: Tensor,
+        lambda_var: Tensor,
         eps: float,
     ) -> Tensor:
-        mean, second = near
-        variance = torch.addcmul(second, mean, mean, value=-1).clamp_min_(0)
-        root = (variance * (1 - of_variance)).add_(of_variance * var_ln + eps).rsqrt_()
-        # What is saved and returned is not made in place: torch 2.11's compiler would save what was there before.
-        y: Tensor = (mean * (of_mean - 1)).sub_(of_mean * mean_ln).add_(tokens).mul(root)
-        context.save_for_backward(y, root, mean, variance, mean_ln, var_ln, of_mean, of_variance)
+        mean, square_mean = neighbourhood
+        variance = torch.addcmul(square_mean, mean, mean, value=-1).clamp_min_(0)
+        root = (variance * (1 - lambda_var)).add_(lambda_var * var_ln + eps).rsqrt_()
+        # `y` is saved and returned, so it is not computed in place: torch 2.11's compiler would save its old content.
+        y: Tensor = (mean * (lambda_mean - 1)).sub_(lambda_mean * mean_ln).add_(tokens).mul(root)
+        context.save_for_backward(y, root, mean, variance, mean_ln, var_ln, lambda_mean, lambda_var)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        y, root, mean, variance, mean_ln, var_ln, of_mean, of_variance = context.saved_tensors
-        of_near = mean.new_empty((2, *mean.shape))
-        scratch, of_var = of_near
-        of_x = gradient * root  # minus the gradient of the mixture's mean
-        torch.mul(of_x, y, out=of_var).mul_(root).mul_(-0.5)  # the gradient of the mixture's variance
-        sum_x, sum_var = of_x.sum(-1, keepdim=True), of_var.sum(-1, keepdim=True)
-        of_ln = -(of_mean * sum_x).sum(1, keepdim=True), (of_variance * sum_var).sum(1, keepdim=True)
-        share_of_mean = _sum_by_head(torch.mul(of_x, mean, out=scratch)) - _sum_by_head(sum_x * mean_ln)
-        share_of_variance = _sum_by_head(sum_var * var_ln) - _sum_by_head(torch.mul(of_var, variance, out=scratch))
-        of_var.mul_(1 - of_variance)
-        torch.mul(of_x, of_mean - 1, out=scratch).addcmul_(mean, of_var, value=-2)
-        return of_x, of_near, *of_ln, share_of_mean, share_of_variance, None
+        y, root, mean, variance, mean_ln, var_ln, lambda_mean, lambda_var = context.saved_tensors
+        grad_neighbourhood = mean.new_empty((2, *mean.shape))
+        scratch, grad_var = grad_neighbourhood
+        grad_x = gradient * root  # minus the gradient of the mixture's mean
+        torch.mul(grad_x, y, out=grad_var).mul_(root).mul_(-0.5)  # the gradient of the mixture's variance
+        sum_x, sum_var = grad_x.sum(-1, keepdim=True), grad_var.sum(-1, keepdim=True)
+        grad_ln = -(lambda_mean * sum_x).sum(1, keepdim=True), (lambda_var * sum_var).sum(1, keepdim=True)
+        grad_lambda_mean = _sum_by_head(torch.mul(grad_x, mean, out=scratch)) - _sum_by_head(sum_x * mean_ln)
+        grad_lambda_var = _sum_by_head(sum_var * var_ln) - _sum_by_head(torch.mul(grad_var, variance, out=scratch))
+        grad_var.mul_(1 - lambda_var)
+        torch.mul(grad_x, lambda_mean - 1, out=scratch).addcmul_(mean, grad_var, value=-2)
+        return grad_x, grad_neighbourhood, *grad_ln, grad_lambda_mean, grad_lambda_var, None
 
 
 def _sum_by_head(x: Tensor) -> Tensor:
@@ -198,5 +198,5 @@ def _sum_by_head(x: Tensor) -> Tensor:
     return x.sum((0, 2, 3, 4))[:, None, None, None]
 
 
-def _per_head(logits: Tensor) -> Tensor:
+def _head_weights(logits: Tensor) -> Tensor:
     return logits.sigmoid()[:, None, None, None]

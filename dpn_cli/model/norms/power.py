@@ -1,4 +1,4 @@
-"""Norms of tokens by a running second moment, with a gradient of their own: PowerNorm and UN.
+"""Norms of tokens by a running second moment, with custom gradients: PowerNorm and UN.
 
 Axes: b batch, t tokens, c features, h heads.
 """
@@ -15,17 +15,17 @@ from torch.autograd.function import once_differentiable
 from dpn_cli.model.norms.base import NormOptions, RunningNorm, Tokens, check_heads, head_rms
 from dpn_cli.run.distributed import gather
 
-ALPHA = 0.9  # of both papers' running statistics: what is kept of them
+ALPHA = 0.9  # decay of both papers' running statistics
 WINDOW = 4  # M of UN: the steps whose statistics are averaged
-SETTLED = 1000  # steps of UN after which the second moment has settled
+GAIN_START = 1000  # steps of UN without gain: the second moment is not stable before
 
 
 class _Smoothed(torch.autograd.Function):
-    """``weight * x * scale + bias``, whose gradient takes off a smoothed projection instead of this batch's.
+    """``weight * x * scale + bias``, with a gradient that subtracts a smoothed projection instead of this batch's.
 
-    With z = x * scale, g = gradient * weight * gain, and the mean of g * z over all rows, all (c), it passes
-    ``scale * (g - smooth(mean) * z)`` on. `scale` and `gain` (c) are constants. The mean is of the loss over all ranks'
-    rows, of which each rank's loss is the mean over its own.
+    With z = x * scale, g = gradient * weight * gain, and the mean (c) of g * z over all rows, the gradient of x is
+    ``scale * (g - smooth(mean) * z)``. `scale` and `gain` (c) are constants. The mean is over the rows of all ranks;
+    each rank's loss is the mean over its rows.
     """
 
     @staticmethod
@@ -46,19 +46,19 @@ class _Smoothed(torch.autograd.Function):
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale, gain = context.saved_tensors
-        by_weight = (gradient * x).sum((0, 1)) * (scale * gain)
-        ranks = gather((by_weight * weight / (x.shape[0] * x.shape[1]))[None])
-        # A rank's gradients are those of its own mean: as many times those of the mean over all as there are ranks.
+        grad_weight = (gradient * x).sum((0, 1)) * (scale * gain)
+        ranks = gather((grad_weight * weight / (x.shape[0] * x.shape[1]))[None])
+        # A rank's gradients are of the mean over its rows: larger than those of the mean over all by the world size.
         projection = context.smooth(ranks.mean(0) / len(ranks)) * len(ranks)
-        of_x = gradient * (weight * gain * scale) - x * (projection * scale.square())
-        return of_x, by_weight, gradient.sum((0, 1)), None, None, None
+        grad_x = gradient * (weight * gain * scale) - x * (projection * scale.square())
+        return grad_x, grad_weight, gradient.sum((0, 1)), None, None, None
 
 
 class _Power(RunningNorm):
     """Base of PowerNorm and UN: the running second moment (c), and a count of the training's forward passes.
 
-    torch.compile leaves their training as it is: its backward pass would compute what the forward pass had from
-    buffers that have changed since.
+    torch.compile is off for their training: its backward pass would recompute values of the forward pass from buffers
+    that have changed since.
     """
 
     running_var: Tensor
@@ -71,13 +71,13 @@ class _Power(RunningNorm):
         self.register_buffer("steps", torch.empty(()))
 
     def reset_parameters(self) -> None:
-        """Set scale and running second moment to one, all else to zero."""
+        """Set scale and running second moment to one, the bias and all other buffers to zero."""
         super().reset_parameters()
         for buffer in self.buffers():
             nn.init.zeros_(buffer)
         nn.init.ones_(self.running_var)
 
-    def scale_shift(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def running_scale_shift(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return scale and shift (c) in evaluation, computed in `dtype`."""
         return self.weight.to(dtype) * torch.rsqrt(self.running_var.to(dtype) + self.eps), self.bias.to(dtype)
 
@@ -90,9 +90,9 @@ class _Power(RunningNorm):
 class PowerNorm(_Power):
     """PowerNorm (arXiv 2003.07845): divide each feature by the root of a running second moment phi, without centring.
 
-    With z = x / sqrt(phi + eps) and g the gradient of z, x receives ``(g - nu * z) / sqrt(phi + eps)``, where phi and
-    nu are those before this step; after it ``nu += 0.1 * (mean(g * z) - nu * mean(z^2))`` and
-    ``phi += 0.1 * (mean(x^2) - phi)``. In the first `NormOptions.power_warmup` steps the batch's mean of x^2 stands for
+    With z = x / sqrt(phi + eps) and g the gradient of z, the gradient of x is ``(g - nu * z) / sqrt(phi + eps)``, with
+    phi and nu from before this step. Then ``nu += 0.1 * (mean(g * z) - nu * mean(z^2))`` and
+    ``phi += 0.1 * (mean(x^2) - phi)``. In the first `NormOptions.power_warmup` steps the batch's mean of x^2 replaces
     phi in both passes, as in the released code. With `NormOptions.group_scale` an RMS of every head comes first.
     """
 
@@ -113,11 +113,11 @@ class PowerNorm(_Power):
         """Normalise tokens (b, t, c) of full precision."""
         if self.heads:
             x = head_rms(x, self.heads, self.eps)
-        return self.by_running(x) if self.training else self.evaluated(x)
+        return self.normalize_by_smoothed(x) if self.training else self.normalize_by_running(x)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def by_running(self, x: Tensor) -> Tensor:
-        """Normalise with the statistics so far, and update them here and in the backward pass."""
+    def normalize_by_smoothed(self, x: Tensor) -> Tensor:
+        """Normalise with the running statistics, and update them here and in the backward pass."""
         with torch.no_grad():
             self.steps += 1
             batch = self.second_moment(x)
@@ -137,13 +137,14 @@ class PowerNorm(_Power):
 class UnifiedNorm(_Power):
     """Unified Normalization (arXiv 2208.01313): divide each feature by the root of its smoothed second moment.
 
-    In training that is the geometric mean over the last M = 4 steps of mean(x^2), and in the gradient stands an
-    exponential average (0.9) of the arithmetic mean over M steps of mean(g * z); until `NormOptions.un_warmup` steps
-    are done the batch's own. The gradient is scaled by the root of the ratio of that second moment to the running
-    one, within [1/5, 5], once 1000 steps and the warm-up are over. The outlier filter (`NormOptions.un_filter`): where,
-    for any feature, arithmetic minus geometric mean of the last M values is more than M times the variance of the roots
-    of all that was recorded before, the step uses the batch's own, and the running value is recorded in its place.
-    Numbers and order are those of the released code.
+    In training, this second moment is the geometric mean of mean(x^2) over the last M = 4 steps. The gradient has an
+    exponential average (0.9) of the arithmetic mean over M steps of mean(g * z). In the first `NormOptions.un_warmup`
+    steps both are the batch's. After 1000 steps and the warm-up, the gradient is scaled by the root of the ratio of
+    that second moment to the running one, within [1/5, 5].
+
+    The outlier filter (`NormOptions.un_filter`) compares, for every feature, the arithmetic and the geometric mean of
+    the last M values. If they differ by more than M times the variance of the roots of the recorded values, the step
+    uses the batch's statistics and records the running value. Numbers and order are those of the released code.
     """
 
     squares: Tensor
@@ -159,31 +160,31 @@ class UnifiedNorm(_Power):
 
     def normalize(self, x: Tensor) -> Tensor:
         """Normalise tokens (b, t, c) of full precision."""
-        return self.by_running(x) if self.training else self.evaluated(x)
+        return self.normalize_by_smoothed(x) if self.training else self.normalize_by_running(x)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def by_running(self, x: Tensor) -> Tensor:
+    def normalize_by_smoothed(self, x: Tensor) -> Tensor:
         """Normalise with the statistics of the last steps, and update them here and in the backward pass."""
         with torch.no_grad():
             self.steps += 1
             slot = (torch.arange(WINDOW, device=x.device) == self.steps % WINDOW)[:, None]
-            own, outlier = self.steps < max(self.warmup, WINDOW + 1), self.steps < 0
-            batch, spread = self.second_moment(x), self.squares.sqrt().var()
+            use_batch, outlier = self.steps < max(self.warmup, WINDOW + 1), self.steps < 0
+            batch, root_variance = self.second_moment(x), self.squares.sqrt().var()
             recent = torch.where(slot, batch, self.squares)
             geometric = recent.log().mean(0).exp()
             if self.filter:
-                outlier = (self.steps >= self.warmup) & (recent.mean(0) - geometric > WINDOW * spread).any()
+                outlier = (self.steps >= self.warmup) & (recent.mean(0) - geometric > WINDOW * root_variance).any()
             self.squares.copy_(torch.where(slot & outlier, self.running_var, recent))
-            own = own | outlier
-            power = torch.where(own, batch, geometric) + self.eps
+            use_batch = use_batch | outlier
+            power = torch.where(use_batch, batch, geometric) + self.eps
             gain = (power / (self.running_var + self.eps)).sqrt().clamp(1 / 5, 5)
-            gain = torch.where(outlier | (self.steps <= max(SETTLED, self.warmup)), 1.0, gain)
+            gain = torch.where(outlier | (self.steps <= max(GAIN_START, self.warmup)), 1.0, gain)
             self.running_var.lerp_(power - self.eps, 1 - ALPHA)
 
         def smooth(mean: Tensor) -> Tensor:
-            kept = torch.where(outlier, self.running_projection, mean)
-            self.projections.copy_(torch.where(slot, kept, self.projections))
-            smoothed = torch.where(own, mean, self.projections.mean(0))
+            recorded = torch.where(outlier, self.running_projection, mean)
+            self.projections.copy_(torch.where(slot, recorded, self.projections))
+            smoothed = torch.where(use_batch, mean, self.projections.mean(0))
             self.running_projection.lerp_(smoothed, 1 - ALPHA)
             return torch.where(outlier, smoothed, self.running_projection)
 

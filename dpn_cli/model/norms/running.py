@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dpn_cli.model.norms.base import NormOptions, RunningNorm, moments, moments_over_ranks, standardised
+from dpn_cli.model.norms.base import NormOptions, RunningNorm, moments, moments_over_ranks, standardize
 
-MOMENTUM = 0.1  # torch.nn.BatchNorm1d's: the share of the batch in the running statistics
+MOMENTUM = 0.1  # torch.nn.BatchNorm1d's: the weight of the batch in the running statistics
 
 
 class BatchNorm(RunningNorm):
     """Batch norm per feature over batch and tokens: torch.nn.BatchNorm1d on (b * t, c).
 
-    ``running_var`` takes the unbiased variance of the batch, the output the biased one, as torch has it.
+    ``running_var`` averages the unbiased variance of the batch, the output has the biased one, as in torch.
     """
 
     running_mean: Tensor
@@ -38,16 +38,16 @@ class BatchNorm(RunningNorm):
         nn.init.zeros_(self.running_mean)
         nn.init.ones_(self.running_var)
 
-    def scale_shift(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def running_scale_shift(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return scale and shift (c) in evaluation, computed in `dtype`."""
         scale = self.weight.to(dtype) * torch.rsqrt(self.running_var.to(dtype) + self.eps)
         return scale, self.bias.to(dtype) - self.running_mean.to(dtype) * scale
 
     def normalize(self, x: Tensor) -> Tensor:
         """Normalise tokens (b, t, c) of full precision."""
-        return self.by_batch(x, self.weight, self.bias) if self.training else self.evaluated(x)
+        return self.normalize_by_batch(x, self.weight, self.bias) if self.training else self.normalize_by_running(x)
 
-    def by_batch(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def normalize_by_batch(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """Normalise with the statistics of the batch, and update the running ones."""
         if not dist.is_initialized():
             rows = x.flatten(0, 1)
@@ -56,24 +56,24 @@ class BatchNorm(RunningNorm):
         local = x.mean((0, 1))
         mean, variance = moments_over_ranks(local, (x - local).square().mean((0, 1)))
         with torch.no_grad():
-            rows_of_all = x.shape[0] * x.shape[1] * dist.get_world_size()
+            total_rows = x.shape[0] * x.shape[1] * dist.get_world_size()
             self.running_mean.lerp_(mean, MOMENTUM)
-            self.running_var.lerp_(variance * (rows_of_all / (rows_of_all - 1)), MOMENTUM)
-        return standardised(x, mean, variance, weight, bias, self.eps)
+            self.running_var.lerp_(variance * (total_rows / (total_rows - 1)), MOMENTUM)
+        return standardize(x, mean, variance, weight, bias, self.eps)
 
 
 class PRepBN(BatchNorm):
     """Progressive re-parameterised batch norm (SLAB, arXiv 2405.11582).
 
     In training ``lambda * LN(x) + (1 - lambda) * RepBN(x)`` with ``RepBN(x) = BN(x) + eta * x``, where lambda falls
-    from one to zero as `progress` rises (`model.norms.set_progress`): from 0 at the beginning of the training to 1 when
-    `NormOptions.prepbn_share` of it is done. In evaluation RepBN alone, however far the training is. `weight` and
-    `bias` are batch norm's; `eta` starts at one. A training that starts from other weights goes on from their
-    `progress`, which is then `begun`.
+    from one to zero as `progress` rises (`model.norms.set_progress`): from 0 at the start of the training to 1 after
+    the fraction `NormOptions.prepbn_share` of it. Evaluation uses RepBN alone, at any progress. `weight` and `bias` are
+    batch norm's; `eta` starts at one. A training that starts from other weights continues from their `progress`, saved
+    as `start_progress`.
     """
 
     progress: Tensor
-    begun = 0.0
+    start_progress = 0.0
 
     def __init__(self, features: int, eps: float, options: NormOptions) -> None:
         super().__init__(features, eps)
@@ -89,25 +89,27 @@ class PRepBN(BatchNorm):
         nn.init.ones_(self.eta)
         nn.init.zeros_(self.progress)
 
-    def scale_shift(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def running_scale_shift(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return scale and shift (c) of RepBN in evaluation, computed in `dtype`."""
-        scale, shift = super().scale_shift(dtype)
+        scale, shift = super().running_scale_shift(dtype)
         return scale + self.eta.to(dtype), shift
 
     def normalize(self, x: Tensor) -> Tensor:
         """Normalise tokens (b, t, c) of full precision."""
         if not self.training:
-            return self.evaluated(x)
-        done, left = self.progress, 1 - self.progress  # the shares scale weights, which are fewer than tokens
-        ln = F.layer_norm(x, (self.features,), self.ln.weight * left, self.ln.bias * left, self.eps)
-        return ln.add_(self.by_batch(x, self.weight * done, self.bias * done)).addcmul_(x, self.eta * done)
+            return self.normalize_by_running(x)
+        bn_weight, ln_weight = self.progress, 1 - self.progress  # they scale parameters, which are smaller than tokens
+        ln = F.layer_norm(x, (self.features,), self.ln.weight * ln_weight, self.ln.bias * ln_weight, self.eps)
+        return ln.add_(self.normalize_by_batch(x, self.weight * bn_weight, self.bias * bn_weight)).addcmul_(
+            x, self.eta * bn_weight
+        )
 
 
 class _Mixture(torch.autograd.Function):
-    """``weight * (x - mean) / sqrt(variance) + bias`` of x (b, t, c), where mean and variance are sums of two.
+    """``weight * (x - mean) / sqrt(variance) + bias`` of x (b, t, c), with mean and variance as sums of two terms.
 
-    One is per feature (b, 1, c), the other per token (b, t, 1). The backward pass makes what it needs of the size of x
-    once more, which on a CPU takes less time than keeping it.
+    One term is per feature (b, 1, c), the other per token (b, t, 1). The backward pass recomputes values of the size of
+    x, which on a CPU takes less time than saving them.
     """
 
     @staticmethod
@@ -130,13 +132,13 @@ class _Mixture(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         x, mean_feature, mean_token, var_feature, var_token, weight = context.saved_tensors
         root = (var_feature + var_token).rsqrt_()
-        part = (x - mean_feature).sub_(mean_token).mul_(root).mul_(gradient)
-        of_weight = part.sum((0, 1))
-        part.mul_(root).mul_(root)
-        of_variance = part.sum(1, True) * weight / -2, (part @ weight)[..., None] / -2
-        part = root.mul_(gradient)
-        of_mean = -part.sum(1, True) * weight, -(part @ weight)[..., None]
-        return part.mul_(weight), *of_mean, *of_variance, of_weight, gradient.sum((0, 1))
+        scratch = (x - mean_feature).sub_(mean_token).mul_(root).mul_(gradient)
+        grad_weight = scratch.sum((0, 1))
+        scratch.mul_(root).mul_(root)
+        grad_variances = scratch.sum(1, True) * weight / -2, (scratch @ weight)[..., None] / -2
+        scratch = root.mul_(gradient)
+        grad_means = -scratch.sum(1, True) * weight, -(scratch @ weight)[..., None]
+        return scratch.mul_(weight), *grad_means, *grad_variances, grad_weight, gradient.sum((0, 1))
 
 
 class SwitchableNorm(BatchNorm):
@@ -158,7 +160,7 @@ class SwitchableNorm(BatchNorm):
         nn.init.ones_(self.var_weight)
 
     def affine(self) -> None:
-        """Return None: the input decides."""
+        """Return None: scale and shift depend on the input."""
         return
 
     def normalize(self, x: Tensor) -> Tensor:

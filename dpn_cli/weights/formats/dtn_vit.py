@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from dpn_cli.config.network import NormOptions
 from dpn_cli.errors import DataError
-from dpn_cli.model.config import usual_dtn_blocks
+from dpn_cli.model.config import default_dtn_blocks
 from dpn_cli.weights.formats.state_dict import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -53,7 +53,7 @@ def read(contents: Contents) -> Checkpoint:
     options = NormOptions(
         dtn="released",
         dtn_statistics="both" if "blocks.0.norm1.mean_norm_weight" in state else "variance",
-        dtn_blocks=None if blocks == usual_dtn_blocks(depth) else blocks,
+        dtn_blocks=None if blocks == default_dtn_blocks(depth) else blocks,
     )
     checkpoint = _checkpoint(state, contents)
     checkpoint.norm, checkpoint.norm_options = "dtn", options

@@ -9,7 +9,7 @@ import torch
 from dpn_cli.config.training import counted_in_steps
 from dpn_cli.engine.planning import describe_disk, describe_duration, estimate_disk, estimate_duration
 from dpn_cli.model.config import ViTConfig
-from dpn_cli.model.flops import count, training_flops
+from dpn_cli.model.flops import count_macs, training_flops
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone
@@ -52,7 +52,7 @@ def estimate(config: DistillConfig, arch: str, images: int | None, *, count_data
     teacher_images = views or image_draws
     checkpointing = config.backbone.grad_checkpointing
     linear, products = attention_multiply_adds(student_config, losses)
-    forward = 2 * (count(teacher.config).forward + sum(attention_multiply_adds(teacher.config, losses)))
+    forward = 2 * (count_macs(teacher.config).forward + sum(attention_multiply_adds(teacher.config, losses)))
     all_weights = training_flops(student_config, grad_checkpointing=checkpointing) + 6 * (linear + products)
     stem = training_flops(student_config, grad_checkpointing=checkpointing, stem_only=True) + 4 * linear + 6 * products
     flops = teacher_images * forward + config.batch_size * (stem_steps * stem + (steps - stem_steps) * all_weights)
