@@ -19,7 +19,7 @@ import json, resource, sys
 from pathlib import Path
 import torch
 from dpn_cli.weights.backbone import load_backbone
-from tasks.classify.classifier import Classifier, predict
+from tasks.classify.classifier import Classifier, compute_logits
 from dpn_cli.data.sources.base import Part
 from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.run.distributed import World
@@ -30,8 +30,8 @@ classifier = Classifier(model, ("a", "b", "c", "d"), "softmax", 73, {})
 images = ClassFolders(Path(sys.argv[1]))
 split = Part(images, [row % len(images.labels) for row in range(count)])
 world = World(0, 1, torch.device("cpu"))
-scores = score(lambda x: predict(classifier, x), split, classifier.transform, 4, world, loss="softmax", batch_size=64,
-               workers=0)
+scores = score(lambda x: compute_logits(classifier, x), split, classifier.transform, 4, world, loss="softmax",
+               batch_size=64, workers=0)
 assert scores.images == count
 print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
 """

@@ -83,7 +83,7 @@ def _predict(options: classify_options.PredictOptions, console: Console) -> Outc
     """Classify images with a trained run."""
     task = module_of("predict")
 
-    predictions = task.classify(options, console)
+    predictions = task.predict(options, console)
     return predictions.results, _print_guesses, predictions.problem(options.skip_bad_images)
 
 

@@ -66,7 +66,7 @@ def _predict(options: lit_options.ZeroShotOptions, console: Console) -> Outcome:
     """Rank labels by how well they fit an image."""
     task = module_of("lit predict")
 
-    predictions = task.label(options, console)
+    predictions = task.predict(options, console)
     return predictions.results, _describe_labels, predictions.problem(options.skip_bad_images)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import typer
@@ -31,8 +30,8 @@ train.add_command(app, "folder", FOLDER)
 )
 def _evaluate(options: segment_options.SegmentEvalOptions, console: Console) -> Outcome:
     """Report the mIoU of a run on its validation images, per class with -o."""
-    scores = module_of("segment eval").evaluate(options, console)
-    return scores, import_module(ADE20K.module).describe_scores
+    task = module_of("segment eval")
+    return task.evaluate(options, console), task.describe_scores
 
 
 @register_command(

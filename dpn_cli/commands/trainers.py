@@ -22,7 +22,7 @@ from dpn_cli.config.training import TrainingConfig
 from dpn_cli.errors import DpnError
 from dpn_cli.run.console import Console
 from tasks.classify import highres_config, pretrain_config
-from tasks.classify.appendix_c import APPENDIX_C, LEVELS, regularized
+from tasks.classify.appendix_c import APPENDIX_C, LEVELS, regularization_keys
 from tasks.classify.demo_weights import demo_backbone
 from tasks.classify.distill import config as distill_config
 from tasks.lit import config as lit_config
@@ -81,7 +81,7 @@ PRETRAIN_CONFIGS = {
 def _pretrain_variants() -> list[Variant]:
     """Return the shipped configs, the usual one once for every line of Appendix C, ImageNet-21k's with that of L/16."""
     shipped = {label: read_config(name) for label, name in PRETRAIN_CONFIGS.items()}
-    rows = {arch: regularized(APPENDIX_C[arch]) for arch in reversed(APPENDIX_C)}
+    rows = {arch: regularization_keys(APPENDIX_C[arch]) for arch in reversed(APPENDIX_C)}
     lines = [Variant(arch, merge(shipped[""], row), "--arch") for arch, row in rows.items()]
     others = {**shipped, "imagenet21k": merge(shipped["imagenet21k"], rows["L/16"])}
     return [*lines, *(Variant(label, config) for label, config in others.items() if label)]
@@ -272,9 +272,9 @@ MODULES = {
     "export": "tasks.classify.export",
     "lit cache": "tasks.lit.command",
     "lit eval": "tasks.lit.evaluate",
-    "lit predict": "tasks.lit.serve",
-    "lit search": "tasks.lit.serve",
-    "lit export": "tasks.lit.serve",
+    "lit predict": "tasks.lit.predict",
+    "lit search": "tasks.lit.search",
+    "lit export": "tasks.lit.export",
     "plan pretrain": "tasks.classify.plan",
     "plan distill": "tasks.classify.distill.plan",
     "plan vtab": "tasks.vtab.plan",

@@ -20,8 +20,8 @@ from dpn_cli.reproduce.run import layers
 from dpn_cli.reproduce.trainings import DATA_SETS, Trainings
 from dpn_cli.run.console import cell, folded, print_columns, width_of
 from dpn_cli.weights.backbone import config_from_scratch
-from tasks.classify.config import in_steps
-from tasks.classify.pretrain_config import runs_of
+from tasks.classify.config import resolve_steps
+from tasks.classify.pretrain_config import list_trials
 from tasks.vtab.tasks import choose_tasks
 
 Json = dict[str, Any]
@@ -145,8 +145,8 @@ def _flops(trial: PaperTrial, locations: Locations) -> int:
         patches = vit_config.grid[0] * vit_config.grid[1]
         return shown * (training_flops(vit_config) + 3 * 2 * patches * vit_config.size.width * ADE20K_CLASSES)
     images = IMAGES.get(next((name for _, name in trial.data), ""), DEMO_IMAGES)
-    runs = runs_of(config) if trial.command == "pretrain" else [config]
-    steps = sum(in_steps(run, images).schedule.steps for run in runs)
+    runs = list_trials(config) if trial.command == "pretrain" else [config]
+    steps = sum(resolve_steps(run, images).schedule.steps for run in runs)
     return int(steps * config.batch_size) * training_flops(vit_config)
 
 

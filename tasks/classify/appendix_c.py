@@ -23,7 +23,7 @@ assert tuple(LEVELS) == get_args(Level)
 
 
 @dataclass(frozen=True)
-class Row:
+class Regularization:
     """One architecture's line of the table; dropout and stochastic depth are rates."""
 
     level: Level
@@ -32,26 +32,26 @@ class Row:
     pre_logits: bool
 
 
-APPENDIX_C: dict[str, Row] = {
-    "Ti/16": Row("light1", 0.0, 0.0, pre_logits=True),
-    "S/32": Row("medium1", 0.0, 0.0, pre_logits=False),
-    "S/16": Row("medium2", 0.0, 0.0, pre_logits=True),
-    "B/32": Row("medium2", 0.1, 0.1, pre_logits=True),
-    "B/16": Row("medium2", 0.1, 0.1, pre_logits=True),
-    "L/16": Row("medium2", 0.1, 0.1, pre_logits=True),  # listed, without an ImageNet-1k result
+APPENDIX_C: dict[str, Regularization] = {
+    "Ti/16": Regularization("light1", 0.0, 0.0, pre_logits=True),
+    "S/32": Regularization("medium1", 0.0, 0.0, pre_logits=False),
+    "S/16": Regularization("medium2", 0.0, 0.0, pre_logits=True),
+    "B/32": Regularization("medium2", 0.1, 0.1, pre_logits=True),
+    "B/16": Regularization("medium2", 0.1, 0.1, pre_logits=True),
+    "L/16": Regularization("medium2", 0.1, 0.1, pre_logits=True),  # listed, without an ImageNet-1k result
 }
 
 
-def augmented(level: Level) -> Plain:
+def augmentation_keys(level: Level) -> Plain:
     """Return the config keys of an augmentation level."""
     layers, magnitude, mixup = LEVELS[level]
     return {"randaugment": {"layers": layers, "magnitude": float(magnitude)}, "mixup": mixup}
 
 
-def regularized(row: Row) -> Plain:
+def regularization_keys(row: Regularization) -> Plain:
     """Return the config keys of a line of the table."""
     backbone = {"dropout": row.dropout, "drop_path": row.drop_path, "pre_logits": row.pre_logits}
-    return {"backbone": backbone, **augmented(row.level)}
+    return {"backbone": backbone, **augmentation_keys(row.level)}
 
 
 # `--preset short` of ImageNet: 90 epochs of big_vision's "better plain ViT" config (configs/vit_s16_i1k.py) with App.
@@ -62,7 +62,7 @@ SHORT: Plain = {
     "loss": "softmax",
     "head_bias": 0.0,
     "backbone": {"dropout": 0.0, "drop_path": 0.0},
-    **augmented("light2"),
+    **augmentation_keys("light2"),
 }
 
 # `--preset short` of CIFAR: 100 epochs on images in their own size, a fortieth of the work for each.

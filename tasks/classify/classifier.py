@@ -148,6 +148,6 @@ def readable(classes: Sequence[str]) -> list[str]:
 
 
 @torch.inference_mode()
-def predict(classifier: Classifier, images: Tensor) -> Tensor:
+def compute_logits(classifier: Classifier, images: Tensor) -> Tensor:
     """Return logits (b, classes) in float32 for uint8 images (b, 3, h, w) on the network's device."""
     return in_chunks(lambda part: classifier.model(classifier.model.normalize(part)).float(), images)

@@ -16,17 +16,16 @@ from dpn_cli.data.sources.base import ImageSubset, LabelledImages
 from dpn_cli.data.sources.packs import PackedImages, read_manifest
 from dpn_cli.data.sources.shards import ShardImages
 from dpn_cli.run.console import count_noun
-from tasks.classify.common import open_data
 from tasks.classify.config import SupervisedConfig
+from tasks.classify.data import open_data, open_tuning_splits
 from tasks.classify.preflight import fingerprints, input_size
-from tasks.classify.pretrain import open_tuning
 from tasks.classify.pretrain_config import PretrainConfig
 
 
 def check_data(config: SupervisedConfig, findings: DataFindings, ranks: int) -> dict[str, Any]:
     """Inspect all images of a config's splits; return the fingerprints that a result carries."""
     is_tuning = isinstance(config, PretrainConfig) and config.stages
-    data = findings.open(lambda: open_tuning(config) if is_tuning else open_data(config))
+    data = findings.open(lambda: open_tuning_splits(config) if is_tuning else open_data(config))
     if data is None:
         return {}
     splits = {"train": data.train, "minival": data.minival, "val": data.val}

@@ -60,7 +60,7 @@ def _folders(root: Path) -> list[str]:
         return []
 
 
-def shipped_for(source: str, config_file: str | None, paper: str, own: str, say: Logger) -> str:
+def choose_config(source: str, config_file: str | None, paper: str, own: str, say: Logger) -> str:
     """Return the name of the config that the layers of a command start from: `paper` or `own`.
 
     A shipped config that `config_file` names, and a file that is a whole config, leave nothing to choose. Says it

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from dpn_cli.config.cost import Cost
+from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.data.loader import count_workers
 from dpn_cli.data.pixels import Transform
 from dpn_cli.data.sources.base import ImageSubset, LabelledImages
@@ -18,9 +21,10 @@ from dpn_cli.run.distributed import World
 from dpn_cli.run.run import Run
 from dpn_cli.weights.backbone import Backbone
 from tasks.classify.classifier import Classifier
-from tasks.classify.config import ConfigT, SupervisedConfig
+from tasks.classify.config import ConfigT, SupervisedConfig, resolve_steps
 from tasks.classify.distill.config import DistillConfig
-from tasks.classify.preflight import resize_side_of
+from tasks.classify.fewshot import check_probe_data, final_probe_options
+from tasks.classify.preflight import check_batch, check_images, check_shards, resize_side_of
 from tasks.classify.train import evaluate, evaluation_interval, load_network, loss_of, training_batches
 
 ClassifyConfigT = TypeVar("ClassifyConfigT", SupervisedConfig, DistillConfig)
@@ -93,3 +97,24 @@ def load_batch(
     """Load this rank's fraction of some images, and drop them."""
     skip_bad = config.data.skip_bad_images
     deque(rank_share(images, transform, world, config.eval_batch_size, 0, skip_bad=skip_bad), maxlen=0)
+
+
+def dry_run(run: Run[ConfigT], data: ClassData, trainings: Sequence[ConfigT], launch: LaunchOptions) -> None:
+    """Check the data, measure the last of some trainings in a dry run, and print the cost of all."""
+    config, world = run.config, run.world
+    counted = [resolve_steps(each, len(data.train.labels)) for each in trainings]
+    check_batch(config, world)
+    check_shards(counted[-1], data, world)
+    if world.leads:
+        check_images(config, data, run.console)
+    if options := final_probe_options(config):
+        check_probe_data(options)
+    run.console.info(
+        f"{len(data.train.labels)} + {len(data.minival.labels)} + {len(data.val.labels)} images, "
+        f"{len(data.classes)} classes"
+    )
+    cost = dry_run_training(replace(run, config=counted[-1]), data)
+    steps = sum(each.schedule.steps for each in counted)
+    networks = min(2, len(counted))  # of a sweep's, the best one so far and the one that may be better
+    if world.leads:
+        launch.on_cost(replace(cost.of_steps(steps, len(counted)), kept=networks * cost.kept))

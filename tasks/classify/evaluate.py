@@ -22,10 +22,10 @@ from dpn_cli.run import distributed, signals
 from dpn_cli.run.console import Console, Done, printable
 from dpn_cli.run.distributed import World, join
 from dpn_cli.run.files import open_report, replace_json
-from tasks.classify.classifier import Classifier, load_classifier, predict
+from tasks.classify.classifier import Classifier, compute_logits, load_classifier
 from tasks.classify.eval_splits import open_part, run_source
 from tasks.classify.options import EvalOptions
-from tasks.classify.predictions_file import describe_pairs, keep
+from tasks.classify.predictions_file import describe_pairs, save_scores
 
 
 def evaluate(options: EvalOptions, console: Console) -> dict[str, Any] | None:
@@ -63,7 +63,7 @@ def evaluate(options: EvalOptions, console: Console) -> dict[str, Any] | None:
             labels = [real[prediction.row] for prediction in scores.predictions]
             result["real"] = real_accuracy([prediction.predicted for prediction in scores.predictions], labels)
         if options.output_dir and world.leads:
-            result |= keep(options.output_dir, scores, names, split)
+            result |= save_scores(options.output_dir, scores, names, split)
             replace_json(options.output_dir / "result.json", result)
         distributed.barrier()
         return result if world.leads else None
@@ -108,7 +108,7 @@ def _score(
     classifier.model.to(world.device).eval()
     with engine.precision_of(options.runtime, world.device):
         return score(
-            lambda images: predict(classifier, images),
+            lambda images: compute_logits(classifier, images),
             split,
             classifier.transform,
             len(classifier.classes) if columns is None else len(columns),

@@ -46,7 +46,7 @@ def fewshot(options: ProbeOptions, console: Console) -> dict[str, Any]:
     with signals.listen(signals.NO_RESULT), join(options.runtime.device) as world:
         refuse_ranks(world, "eval fewshot")
         assert options.checkpoint is not None, "these are options of several networks"
-        network = Probed.load(options.checkpoint, options)
+        network = ProbedNetwork.load(options.checkpoint, options)
         console.info(network.model.report.summary())
         splits, source = open_splits(options), _source_of(options)
         return {
@@ -59,7 +59,7 @@ def fewshot(options: ProbeOptions, console: Console) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbedNetwork:
     """A network that is probed; `whole` prepares images where it was trained on whole ones."""
 
     place: str
@@ -68,7 +68,7 @@ class Probed:
     whole: Transform | None
 
     @classmethod
-    def load(cls, place: str, options: ProbeOptions) -> Probed:
+    def load(cls, place: str, options: ProbeOptions) -> ProbedNetwork:
         """Load weights of any format at the options' image size. Raises as `load_backbone` does."""
         found = resolve(place, "dpn eval fewshot")
         opened = None if found == "none" else open_checkpoint(found)
@@ -119,7 +119,7 @@ class ProbeFeatures:
         return 100 * probe(*draw_examples(*self.train, self.classes, shots, seed), *self.test, self.classes)
 
 
-def probing_of(config: SupervisedConfig | DistillConfig) -> ProbeOptions | None:
+def final_probe_options(config: SupervisedConfig | DistillConfig) -> ProbeOptions | None:
     """Return the probe at the end of a training: three draws of the images per class; None without data for it."""
     data = config.data
     if config.fewshot_data is None:
@@ -135,7 +135,7 @@ def probing_of(config: SupervisedConfig | DistillConfig) -> ProbeOptions | None:
     )
 
 
-def check_transfer(options: ProbeOptions) -> None:
+def check_probe_data(options: ProbeOptions) -> None:
     """Raise `DataError` where the images of the probe at the end of a training are missing or too few."""
     source = _source_of(options)
     if not has_split(source, "val"):
@@ -143,7 +143,7 @@ def check_transfer(options: ProbeOptions) -> None:
     open_splits(options, f"--fewshot-data {options.source}: shots")
 
 
-def transfer(
+def probe_network(
     model: Backbone, options: ProbeOptions, device: torch.device, console: Console, transform: Transform | None
 ) -> dict[str, Any]:
     """Probe a network that is in memory on the data of `options`; returns accuracies as `fewshot` does."""

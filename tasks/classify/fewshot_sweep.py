@@ -26,7 +26,7 @@ from dpn_cli.sweep.runner import (
     save_result,
     save_start,
 )
-from tasks.classify.fewshot import Probed, ProbeFeatures, Splits, encode_splits, open_splits
+from tasks.classify.fewshot import ProbedNetwork, ProbeFeatures, Splits, encode_splits, open_splits
 from tasks.classify.options import ProbeFolder, ProbeOptions
 
 
@@ -67,7 +67,7 @@ def _load_networks(run: Run[ProbeOptions]) -> dict[str, str]:
     locations, digests = {}, {}
     for name, location in (options.checkpoints or {"": str(options.checkpoint)}).items():
         with prefix_errors(name) if name else nullcontext():
-            model = Probed.load(location, options).model
+            model = ProbedNetwork.load(location, options).model
             stem = settings_of(name).get("stem") if name else None
             if stem not in (None, model.config.stem):
                 raise DataError(f"{location} has stem {model.config.stem}; name the weights of each network")
@@ -110,7 +110,7 @@ def _read_result(run: Run[ProbeOptions], trial: Trial) -> Result | None:
 
 def _probe(run: Run[ProbeOptions], location: str, trials: Sequence[Trial], splits: Splits) -> None:
     """Encode all images by one network, and write the accuracies of some of its draws."""
-    network = Probed.load(location, run.config)
+    network = ProbedNetwork.load(location, run.config)
     facts = {"task": "fewshot", **network.facts(splits.test, run.world, run.console)}
     features = _encode(network, splits, run)
     for trial in trials:
@@ -121,7 +121,7 @@ def _probe(run: Run[ProbeOptions], location: str, trials: Sequence[Trial], split
         replace_json(run.folder.path / trial.folder / RESULT, {**facts, "seed": trial.seed, **accuracies})
 
 
-def _encode(network: Probed, splits: Splits, run: Run[ProbeOptions]) -> ProbeFeatures:
+def _encode(network: ProbedNetwork, splits: Splits, run: Run[ProbeOptions]) -> ProbeFeatures:
     """Encode all images. Raises `OutOfMemoryError`, and as ``encode_splits`` does."""
     device, options = run.world.device, run.config
     try:

@@ -11,11 +11,13 @@ from dpn_cli.run import console as terminal
 from dpn_cli.run.console import Console
 from dpn_cli.run.run import open_run
 from dpn_cli.weights.resolve_stem import with_own_stem
-from tasks.classify import common as command
 from tasks.classify.classifier import WEIGHTS
-from tasks.classify.config import in_steps
+from tasks.classify.config import resolve_steps
+from tasks.classify.data import open_data
+from tasks.classify.dry_run import dry_run
 from tasks.classify.highres_config import HighresConfig
-from tasks.classify.train import train_classifier
+from tasks.classify.train import default_folder as task_folder
+from tasks.classify.train import describe_training, train
 
 DEMO_NOTE = (
     "This is the demo: generated scenes. Nothing here is an ImageNet number. "
@@ -30,22 +32,22 @@ def run(config: HighresConfig, launch: LaunchOptions, console: Console) -> dict[
     config = config.model_copy(update={"backbone": with_own_stem(config.backbone, console)})
     with open_run(config, config.runtime, "classifier", launch, default_folder(config), console) as run:
         if launch.dry_run:
-            command.dry_run(run, command.open_data(config), [config], launch)
+            dry_run(run, open_data(config), [config], launch)
             return None
         result = run.folder.result
         if result is None:
-            data = command.open_data(run.config)
-            counted = in_steps(run.config, len(data.train.labels), console.info)
-            result = train_classifier(replace(run, config=counted), data, "highres")
+            data = open_data(run.config)
+            counted = resolve_steps(run.config, len(data.train.labels), console.info)
+            result = train(replace(run, config=counted), data, "highres")
         console.info(f"weights: {run.folder.path / WEIGHTS}, for --checkpoint of any command")
         return result if run.world.leads else None
 
 
 def default_folder(config: HighresConfig) -> Path:
     """Return runs/highres/ARCH-STEM."""
-    return command.default_folder(config, "highres_demo" if config.demo else "highres")
+    return task_folder(config, "highres_demo" if config.demo else "highres")
 
 
 def show(result: dict[str, Any]) -> None:
     """Print a result on stdout."""
-    terminal.show(command.describe_training(result))
+    terminal.show(describe_training(result))

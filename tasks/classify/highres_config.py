@@ -13,7 +13,7 @@ from dpn_cli.config.option import TRAIN, flag
 from dpn_cli.config.paths import DEMOS, find_data
 from dpn_cli.config.schema import Optim
 from tasks.classify.config import SupervisedConfig
-from tasks.classify.default_config import shipped_for
+from tasks.classify.default_config import choose_config
 
 
 class HighresOptim(Optim):
@@ -44,7 +44,7 @@ def resolve(
     source = last_given("data", "source", file, command) or find_data("imagenet")
     scratch = last_given("backbone", "checkpoint", file, command) == "none"
     own = "pretrain_own" if scratch and config_file != "highres_own" else "highres_own"
-    shipped = "highres_demo" if source in DEMOS else shipped_for(str(source), config_file, "highres", own, say)
+    shipped = "highres_demo" if source in DEMOS else choose_config(str(source), config_file, "highres", own, say)
     base = read_config(shipped)
     if shipped == "highres_demo" and not scratch and last_given("backbone", "checkpoint", file, command):
         base = merge(base, {"backbone": {"arch": None, "pool": None}})  # those of the demo's network from scratch

@@ -16,11 +16,10 @@ from dpn_cli.engine.planning import (
 )
 from dpn_cli.model.flops import training_flops
 from dpn_cli.run.distributed import World
-from tasks.classify.common import open_data
-from tasks.classify.config import in_steps
+from tasks.classify.config import resolve_steps
+from tasks.classify.data import open_data, open_tuning_splits
 from tasks.classify.preflight import check_batch
-from tasks.classify.pretrain import open_tuning
-from tasks.classify.pretrain_config import PretrainConfig, runs_of
+from tasks.classify.pretrain_config import PretrainConfig, list_trials
 from tasks.classify.train import load_network
 
 # Training images and classes without data, by whether there are stages: train[:99%] of ImageNet-1k, TFDS' sun397.
@@ -36,12 +35,12 @@ def estimate(config: PretrainConfig, images: int | None, *, count_data: bool, ra
     """
     default_images, classes = DEFAULT_DATA[bool(config.stages)]
     if count_data:
-        data = (open_tuning if config.stages else open_data)(config)
+        data = (open_tuning_splits if config.stages else open_data)(config)
         default_images, classes = len(data.train.labels), len(data.classes)
     images = images or default_images
     check_batch(config, World(0, ranks, torch.device("cpu")))
-    runs = runs_of(config)
-    steps = [in_steps(run, images).schedule.steps for run in runs]
+    runs = list_trials(config)
+    steps = [resolve_steps(run, images).schedule.steps for run in runs]
     model = load_network(config, classes)
     flops = training_flops(model.config, grad_checkpointing=config.backbone.grad_checkpointing)
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -15,14 +15,14 @@ from dpn_cli.report.predictions import Predictions, tally
 from dpn_cli.run import signals
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import join, refuse_ranks
-from tasks.classify.classifier import load_classifier, predict, readable
+from tasks.classify.classifier import compute_logits, load_classifier, readable
 from tasks.classify.options import PredictOptions
 
 # Classes below a thumbnail.
 MOST_LINES = 3
 
 
-def classify(options: PredictOptions, console: Console) -> Predictions:
+def predict(options: PredictOptions, console: Console) -> Predictions:
     """Return for every image its best classes with probabilities, prepared as the run's own images were.
 
     Without ``--decode`` JPEGs are decoded as they were for the training. Unreadable images are named and left out;
@@ -43,7 +43,7 @@ def classify(options: PredictOptions, console: Console) -> Predictions:
             for part in batches:
                 images = torch.stack([one.prepared for one in part])
                 with engine.precision_of(runtime, world.device):
-                    chances = classifier.probabilities(predict(classifier, images.to(world.device)))
+                    chances = classifier.probabilities(compute_logits(classifier, images.to(world.device)))
                 best = chances.topk(min(options.top, len(words)), dim=-1)
                 for one, values, indices in zip(part, best.values.tolist(), best.indices.tolist(), strict=True):
                     guesses = [

@@ -27,7 +27,7 @@ MOST_MISTAKES = 24
 WORST_PAIRS = 10
 
 
-def keep(folder: Path, scores: Scores, names: Sequence[str], split: LabelledImages) -> dict[str, Any]:
+def save_scores(folder: Path, scores: Scores, names: Sequence[str], split: LabelledImages) -> dict[str, Any]:
     """Write what a page shows of a scored split, whose predictions were kept; return what belongs into the result.
 
     `names` are those of the classes. Raises `SaveError`.

@@ -24,7 +24,7 @@ from dpn_cli.run.distributed import World
 from dpn_cli.run.run_dir import RunFolder, describe_device
 from tasks.classify.classifier import resize_for
 from tasks.classify.config import SupervisedConfig
-from tasks.classify.fewshot import check_transfer, probing_of
+from tasks.classify.fewshot import check_probe_data, final_probe_options
 from tasks.classify.probe import POOL, check_shots
 
 Json = dict[str, Any]
@@ -98,8 +98,8 @@ def check_data(config: SupervisedConfig, data: ClassData, folder: RunFolder, wor
         )
     if config.fewshot:
         _check_probe(config.fewshot, data)
-    if options := probing_of(config):
-        check_transfer(options)
+    if options := final_probe_options(config):
+        check_probe_data(options)
     if note := describe_imagenet(data):
         console.info(note)
     console.info(

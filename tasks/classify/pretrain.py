@@ -11,7 +11,7 @@ from typing import Any
 from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.config.load import read_config
 from dpn_cli.config.provenance import shipped_of
-from dpn_cli.data.splits import ClassData, open_tuning_data
+from dpn_cli.data.splits import ClassData
 from dpn_cli.errors import NonFiniteError
 from dpn_cli.run import console as terminal
 from dpn_cli.run.console import Console
@@ -19,11 +19,13 @@ from dpn_cli.run.distributed import barrier, from_leader
 from dpn_cli.run.files import read_object, replace_json
 from dpn_cli.run.run import Run, open_folder, open_run
 from dpn_cli.weights.resolve_stem import with_own_stem
-from tasks.classify import common as command
 from tasks.classify.classifier import WEIGHTS, load_classifier
-from tasks.classify.config import SupervisedConfig, in_steps
-from tasks.classify.pretrain_config import PretrainConfig, Stage, runs_of, trials
-from tasks.classify.train import evaluate, train_classifier
+from tasks.classify.config import resolve_steps
+from tasks.classify.data import open_data, open_tuning_splits
+from tasks.classify.dry_run import dry_run
+from tasks.classify.pretrain_config import PretrainConfig, Stage, list_trials, trials
+from tasks.classify.train import default_folder as task_folder
+from tasks.classify.train import describe_training, evaluate, train
 
 Json = dict[str, Any]
 Training = tuple[Run[PretrainConfig], ClassData]
@@ -40,7 +42,7 @@ def run(config: PretrainConfig, launch: LaunchOptions, console: Console) -> Json
     config = config.model_copy(update={"backbone": with_own_stem(config.backbone, console)})
     with open_run(config, config.runtime, "classifier", launch, default_folder(config), console) as run:
         if launch.dry_run:
-            command.dry_run(run, _open_data(config), runs_of(config), launch)
+            dry_run(run, _open_data(config), list_trials(config), launch)
             return None
         result = run.folder.result
         if result is None:
@@ -49,13 +51,13 @@ def run(config: PretrainConfig, launch: LaunchOptions, console: Console) -> Json
                 sweep = _Sweep(run, data)
                 for one, split in sweep.trainings():
                     try:
-                        train_classifier(one, split, "pretrain")
+                        train(one, split, "pretrain")
                     except NonFiniteError as error:
                         sweep.note_failure(one, error)
                 result = sweep.result
             else:
-                counted = in_steps(run.config, len(data.train.labels), console.info)
-                result = train_classifier(replace(run, config=counted), data, "pretrain")
+                counted = resolve_steps(run.config, len(data.train.labels), console.info)
+                result = train(replace(run, config=counted), data, "pretrain")
         weights = run.folder.path / result.get("weights", WEIGHTS)
         console.info(f"weights: {weights}, for --checkpoint of any command")
         return result if run.world.leads else None
@@ -67,12 +69,12 @@ def show(result: Json) -> None:
 
 
 def _open_data(config: PretrainConfig) -> ClassData:
-    return open_tuning(config) if config.stages else command.open_data(config)
+    return open_tuning_splits(config) if config.stages else open_data(config)
 
 
 def default_folder(config: PretrainConfig) -> Path:
     """Return runs/TASK/ARCH-STEM, with a TASK for each config, so that none stands in another's way."""
-    return command.default_folder(config, _task(config))
+    return task_folder(config, _task(config))
 
 
 def _task(config: PretrainConfig) -> str:
@@ -86,11 +88,6 @@ def _task(config: PretrainConfig) -> str:
         return f"pretrain_{named}" if config.epochs is None else f"pretrain_{named}_{config.epochs:g}ep"
     usual = shipped == "pretrain_own" or config.epochs in (None, read_config(shipped).get("epochs"))
     return shipped if usual else f"{shipped}_{config.epochs:g}ep"
-
-
-def open_tuning(config: SupervisedConfig) -> ClassData:
-    """Open the three splits of a sweep: `minival` is the one to choose on, `val` the one to test on."""
-    return open_tuning_data(command.source_of(config))
 
 
 class _Sweep:
@@ -183,7 +180,7 @@ class _Sweep:
         folder = open_folder(path, config, "classifier", self.world, self.console, resume=True, overwrite=False)
         if folder.result is None:
             self.console.info(f"{place} ({shown})")
-            counted = in_steps(config, len(data.train.labels))
+            counted = resolve_steps(config, len(data.train.labels))
             yield replace(self.run, config=counted, folder=folder), data
         result = from_leader(folder.result)
         assert result is not None  # the caller has trained
@@ -200,7 +197,7 @@ def describe_pretraining(result: Json) -> str:
             f"stage {number}, {len(top1)} runs of {stage['epochs']:g} epochs: {stage['chosen']}, "
             f"{max(values):.2f} % on validation, {_percent(stage['test_top1'])} on test"
         )
-    return "\n".join([*lines, command.describe_training(result)])
+    return "\n".join([*lines, describe_training(result)])
 
 
 def _percent(value: float | None) -> str:

@@ -40,9 +40,9 @@ from dpn_cli.config.schema import (
     split_list,
 )
 from dpn_cli.errors import DpnError
-from tasks.classify.appendix_c import APPENDIX_C, LEVELS, SHORT, SHORT_CIFAR, augmented, regularized
+from tasks.classify.appendix_c import APPENDIX_C, LEVELS, SHORT, SHORT_CIFAR, augmentation_keys, regularization_keys
 from tasks.classify.config import SupervisedConfig, SupervisedNetwork
-from tasks.classify.default_config import shipped_for
+from tasks.classify.default_config import choose_config
 
 # The shipped configs by the name that a command gives them, and the data set of each where it has another name.
 CONFIGS = {
@@ -116,7 +116,7 @@ class PretrainConfig(SupervisedConfig):
         if "App. C" not in self.about.table:
             return {}
         row = APPENDIX_C.get(self.backbone.arch or "")
-        return dict(flatten_keys(regularized(row))) if row else None
+        return dict(flatten_keys(regularization_keys(row))) if row else None
 
     @model_validator(mode="after")
     def _enough_minival(self) -> PretrainConfig:
@@ -166,12 +166,12 @@ def resolve(
         raise DpnError(f"--preset {preset}: shortens the configs of {', '.join(SHORTER)}, not that of {refused}")
     shipped = "pretrain_demo" if demo and name == "imagenet" else CONFIGS[name]
     if not demo and not named:
-        shipped = shipped_for(str(source), config_file, shipped, "pretrain_own", say)
+        shipped = choose_config(str(source), config_file, shipped, "pretrain_own", say)
     told = level is not None or {"mixup", "randaugment"} <= merge(file, command).keys()
     row = _row_of(arch, told=told, searched=name == "sun397") if shipped in BY_ARCH else {}
     plain = merge_layers(
         merge(read_config(shipped), row),
-        merge(file, SHORTER[name] if preset else {}, augmented(_level(level)) if level else {}),
+        merge(file, SHORTER[name] if preset else {}, augmentation_keys(_level(level)) if level else {}),
         command,
         "pretrain",
         say,
@@ -241,7 +241,7 @@ def _row_of(arch: object, *, told: bool, searched: bool) -> Plain:
     if searched:
         return {"backbone": {"pre_logits": row.pre_logits if row else True}}
     if row:
-        return regularized(row)
+        return regularization_keys(row)
     if not told:
         raise DpnError(
             f"--arch {arch}: Appendix C has lines for {', '.join(APPENDIX_C)} only; say how strongly to augment it "
@@ -279,6 +279,6 @@ def trials(config: PretrainConfig, stage: Stage) -> Iterator[tuple[str, Pretrain
         yield name or "only", build(PretrainConfig, plain, f"stage of {stage.epochs:g} epochs, {name}")
 
 
-def runs_of(config: PretrainConfig) -> list[PretrainConfig]:
+def list_trials(config: PretrainConfig) -> list[PretrainConfig]:
     """Return all trainings of a config; those after a sweep's first stage with the grid's values only."""
     return [trial for stage in config.stages for _, trial in trials(config, stage)] or [config]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,14 +23,15 @@ from dpn_cli.run import distributed
 from dpn_cli.run.artifact_kinds import DIGEST
 from dpn_cli.run.baseline_warnings import result_warning
 from dpn_cli.run.checkpoints import Checkpoints
+from dpn_cli.run.console import count_noun
 from dpn_cli.run.distributed import World
-from dpn_cli.run.run import Run
+from dpn_cli.run.run import Run, run_name
 from dpn_cli.weights.backbone import Backbone, backbone_of
 from dpn_cli.weights.resolve_stem import describe_start
-from tasks.classify.classifier import WEIGHTS, Classifier, load_classifier, predict, save_classifier
+from tasks.classify.classifier import WEIGHTS, Classifier, compute_logits, load_classifier, save_classifier
 from tasks.classify.config import ConfigT, SupervisedConfig, head_bias_of
-from tasks.classify.fewshot import probing_of, transfer
-from tasks.classify.predictions_file import keep
+from tasks.classify.fewshot import describe_accuracies, final_probe_options, probe_network
+from tasks.classify.predictions_file import save_scores
 from tasks.classify.preflight import (
     check_batch,
     check_data,
@@ -44,7 +46,7 @@ from tasks.classify.probe import draw_rows, encode, probe
 Json = dict[str, Any]
 
 
-def train_classifier(run: Run[ConfigT], data: ClassData, task: str) -> Json:
+def train(run: Run[ConfigT], data: ClassData, task: str) -> Json:
     """Train in the folder of the run, or finish what is there, and return the result, which is written there too.
 
     The config's duration is in steps.
@@ -59,7 +61,7 @@ def train_classifier(run: Run[ConfigT], data: ClassData, task: str) -> Json:
         with run.outputs(task, run.tracker(config.runtime.report_to)) as outputs:
             job = training.job(outputs)
             done = engine.fit(engine.prepare(training.model, config.runtime, world), job)
-        training.keep(done, outputs)
+        training.save(done, outputs)
     classifier = load_classifier(str(folder.path))
     classifier.model.to(world.device).eval()
     scores = evaluate(classifier, data.val, config, world, keep_predictions=True)
@@ -89,15 +91,15 @@ def train_classifier(run: Run[ConfigT], data: ClassData, task: str) -> Json:
         "decoder": data.val.reading.versions(),
         "differs_from_paper": run.differs,
     }
-    if options := probing_of(config):
+    if options := final_probe_options(config):
         whole = classifier.transform if classifier.resize_side is None else None
         result["fewshot"] = distributed.on_leader(
-            world, lambda: transfer(classifier.model, options, world.device, console, whole)
+            world, lambda: probe_network(classifier.model, options, world.device, console, whole)
         )
     if warning := result_warning("validation top-1", scores.top1, scores.floors, scores.images):
         console.warn(warning)
     if world.leads:
-        result |= keep(folder.path, scores, data.classes, data.val)
+        result |= save_scores(folder.path, scores, data.classes, data.val)
         folder.finish(result)
     return result
 
@@ -215,7 +217,7 @@ class _ClassifierTraining:
             outputs=outputs,
         )
 
-    def keep(self, done: engine.FitResult, outputs: engine.Outputs) -> None:
+    def save(self, done: engine.FitResult, outputs: engine.Outputs) -> None:
         """Take the last or the best checkpoint, and write the classifier's file."""
         config, data, world, console, model = self.config, self.data, self.world, self.console, self.model
         checkpoints, log = outputs.checkpoints, outputs.log
@@ -281,7 +283,7 @@ def evaluate(
     """Score a split with the config's precision and loader; see `score`."""
     with engine.precision_of(config.runtime, world.device):
         return score(
-            lambda images: predict(classifier, images),
+            lambda images: compute_logits(classifier, images),
             split,
             classifier.transform,
             len(classifier.classes),
@@ -292,3 +294,31 @@ def evaluate(
             skip_bad=config.data.skip_bad_images,
             keep_predictions=keep_predictions,
         )
+
+
+def default_folder(config: SupervisedConfig, task: str) -> Path:
+    """Return runs/TASK/ARCH-STEM."""
+    return Path("runs") / task / run_name(config.backbone)
+
+
+def describe_training(result: dict[str, Any]) -> str:
+    """Return the result as text."""
+    images, lost = result["images"], result.get("lost_records", 0)
+    height, width = result["image_size"]
+    if result["minival_top1"] is None:
+        chosen = "the last step is scored; there was no minival to watch"
+    else:
+        last = result["best_step"] == result["steps"]
+        which = "the last step is scored" if last else f"step {result['best_step']} was best on minival and is scored"
+        chosen = f"{which}; minival: top-1 {result['minival_top1']:.2f} % ({images['minival']} images)"
+    skipped = f", {result['skipped']} unreadable ones left out" if result["skipped"] else ""
+    probe = result.get("fewshot")
+    probed = [f"{probe['data']}: {line.strip()}" for line in describe_accuracies(probe)] if probe else []
+    return (
+        f"{result['arch']} stem {result['stem']} at {height}x{width}, {result['classes']} classes\n"
+        f"validation: top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} %, loss {result['loss']:.4g} "
+        f"({images['val']} images{skipped})\n"
+        f"{chosen}; {count_noun(result['steps'], 'step')} on {images['train']} images"
+        + "".join(f"\n{line}" for line in probed)
+        + (f"\nthe curve is incomplete: {lost} records of metrics.jsonl were lost" if lost else "")
+    )

@@ -18,13 +18,13 @@ from dpn_cli.weights.backbone import LoadReport
 from dpn_cli.weights.resolve_stem import with_own_stem
 from tasks.lit.batches import tokenize
 from tasks.lit.cache import cached_features
-from tasks.lit.config import LitConfig, in_steps
+from tasks.lit.config import LitConfig, resolve_steps
 from tasks.lit.data import open_pairs
 from tasks.lit.dry_run import dry_run_training
 from tasks.lit.encode import cache_root, describe_retrieval
 from tasks.lit.final_zeroshot import open_zeroshot, source_of
 from tasks.lit.tokenizer import open_tokenizer
-from tasks.lit.train import config_encoder, load_tower, train
+from tasks.lit.train import encoder_of, load_tower, train
 
 DEMO_NOTE = (
     "This is the demo: generated scenes and their sentences. Nothing here is a number of the "
@@ -73,7 +73,7 @@ def fill_cache(config: LitConfig, console: Console) -> dict[str, Any] | None:
         tokenizer = open_tokenizer(config.text.tokenizer, config.text.context, config.text.clean)
         tower = load_tower(config, world)
         console.info(tower.report.summary())
-        root, encoder = cache_root(config.cache.folder), config_encoder(config, tower, world)
+        root, encoder = cache_root(config.cache.folder), encoder_of(config, tower, world)
         features = cached_features(data, encoder, root, world, console)
         held_out = cached_features(val, replace(encoder, views=0), root, world, console)
         if not world.leads:
@@ -97,7 +97,7 @@ def _dry_run(run: Run[LitConfig], launch: LaunchOptions) -> None:
     """Encode some images, measure the training in a dry run, and print the cost."""
     data, val = open_pairs(source_of(run.config))
     labelled = open_zeroshot(run.config)
-    config = in_steps(run.config, len(data.captions))
+    config = resolve_steps(run.config, len(data.captions))
     run.console.info(f"{len(data.captions)} images, {len(val.captions)} held out")
     scored = len(val.captions) + (len(labelled.labels) if labelled else 0)
     cost = dry_run_training(replace(run, config=config), data, val, scored)

@@ -215,7 +215,7 @@ def finalize(config: LitConfig, demo_checkpoint: str | None = None) -> LitConfig
     return config.model_copy(update={"backbone": backbone})
 
 
-def in_steps(config: LitConfig, images: int, say: Logger = discard_message) -> LitConfig:
+def resolve_steps(config: LitConfig, images: int, say: Logger = discard_message) -> LitConfig:
     """Return the config with its duration in steps: big_vision rounds epochs x images / batch, at least to one.
 
     Raises `DpnError` for a batch that is larger than the data set.

@@ -23,7 +23,7 @@ from tasks.lit.config import LitConfig
 from tasks.lit.features import Features, ImageEncoder
 from tasks.lit.tokenizer import open_tokenizer
 from tasks.lit.towers import Towers
-from tasks.lit.train import config_encoder, job_of, load_tower, new_text_tower
+from tasks.lit.train import encoder_of, job_of, load_tower, new_text_tower
 
 # Bytes of a feature's number, and of a token.
 FLOAT16, INT32 = 2, 4
@@ -39,7 +39,7 @@ def dry_run_training(run: Run[LitConfig], data: CaptionedImages, val: CaptionedI
     tokenizer = open_tokenizer(config.text.tokenizer, config.text.context, config.text.clean)
     tower = load_tower(config, world)
     console.info(tower.report.summary())
-    encoder = replace(config_encoder(config, tower, world), workers=0)
+    encoder = replace(encoder_of(config, tower, world), workers=0)
     features, seconds = _encode(_small_sample(data), encoder, count_readers(config.runtime.workers, len(data.captions)))
     size, seed = config.batch_size, config.seed
 

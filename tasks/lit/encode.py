@@ -18,7 +18,7 @@ from dpn_cli.weights.backbone import Backbone
 from tasks.lit.cache import BATCH, cached_features
 from tasks.lit.captions import CaptionedImages
 from tasks.lit.features import ImageEncoder, digest_of, encode_function
-from tasks.lit.page_samples import keep_pairs
+from tasks.lit.page_samples import save_pairs
 from tasks.lit.retrieval import chance, recalls
 from tasks.lit.towers import Towers
 
@@ -93,7 +93,7 @@ def retrieval_scores(
         texts = towers.encode_texts([text for row in good for text in data.captions[row]])
     scores = recalls(images.to(world.device), texts, owner.to(world.device))
     if keep and world.leads:
-        keep_pairs(keep, data, good, images, texts.float().cpu(), owner)
+        save_pairs(keep, data, good, images, texts.float().cpu(), owner)
     counts = {"images": len(good), "captions": len(owner), "unreadable": len(data.captions) - len(good)}
     return {**scores, "chance@5": chance(len(good), 5), **counts}
 

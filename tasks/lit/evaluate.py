@@ -21,7 +21,7 @@ from tasks.lit.data import DEMO_SPLITS, CaptionSource, SceneClasses
 from tasks.lit.encode import cache_root, describe_retrieval, image_encoder, retrieval_scores
 from tasks.lit.eval_splits import open_part
 from tasks.lit.options import LitEvalOptions
-from tasks.lit.page_samples import NearestImages, keep_prompts
+from tasks.lit.page_samples import NearestImages, save_prompts
 from tasks.lit.towers import Towers, load_towers
 from tasks.lit.zeroshot import check_order, class_names, classifier_of, classify, prompt_set
 
@@ -75,7 +75,7 @@ def zeroshot(towers: Towers, options: LitEvalOptions, reading: ReadOptions, worl
         check_order(scores, len(names))
     best = nearest.gather()
     if options.output_dir and world.leads:
-        keep_prompts(options.output_dir, split, nearest, best)
+        save_prompts(options.output_dir, split, nearest, best)
     result = _zeroshot_result(scores, split, names, origin, chosen, templates)
     return {"split": options.split or "val", "trained_on": known.to_dict() if known else None, **result}
 

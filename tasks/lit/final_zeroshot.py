@@ -15,7 +15,7 @@ from tasks.lit.config import LitConfig
 from tasks.lit.data import DEMO_SPLITS, CaptionSource, SceneClasses
 from tasks.lit.evaluate import open_labelled, zeroshot
 from tasks.lit.options import LitEvalOptions
-from tasks.lit.page_samples import NearestImages, keep_prompts
+from tasks.lit.page_samples import NearestImages, save_prompts
 from tasks.lit.towers import Towers
 from tasks.lit.zeroshot import build_classifier, classify, prompt_set
 
@@ -76,7 +76,7 @@ def demo_zeroshot(towers: Towers, config: LitConfig, world: World, folder: Path)
         scores = classify(towers, weights, split, world, workers=0, batch_size=BATCH, skip_bad=False, nearest=nearest)
     best = nearest.gather()
     if world.leads:
-        keep_prompts(folder, split, nearest, best)
+        save_prompts(folder, split, nearest, best)
     return {
         "top1": scores.top1,
         "images": scores.images,

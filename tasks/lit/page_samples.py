@@ -29,7 +29,7 @@ def spread(count: int, most: int) -> list[int]:
     return sorted({int(place) for place in np.linspace(0, count - 1, min(most, count))})
 
 
-def keep_pairs(
+def save_pairs(
     folder: Path, data: CaptionedImages, good: Sequence[int], images: Tensor, texts: Tensor, owner: Tensor
 ) -> None:
     """Write similarities of some pairs, and the images nearest to some of their captions. Raises `SaveError`.
@@ -79,7 +79,7 @@ class NearestImages:
         return [sorted(one for part in parts for one in part)[:NEAREST] for parts in zip(*ranks, strict=True)]
 
 
-def keep_prompts(
+def save_prompts(
     folder: Path, split: LabelledImages, found: NearestImages, best: list[list[tuple[float, int]]]
 ) -> None:
     """Write the images nearest to the prompts of some classes; `best` is what `NearestImages.gather` returns.

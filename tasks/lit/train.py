@@ -27,7 +27,7 @@ from dpn_cli.weights.backbone import Backbone, backbone_of
 from tasks.lit.batches import TokenBatches, cached_batches, encoded_batches, tokenize
 from tasks.lit.cache import BATCH, cached_features, data_fingerprint
 from tasks.lit.captions import CaptionedImages, Subset, captions_fingerprint
-from tasks.lit.config import LitConfig, in_steps
+from tasks.lit.config import LitConfig, resolve_steps
 from tasks.lit.data import open_pairs
 from tasks.lit.encode import cache_root, image_encoder, retrieval_scores
 from tasks.lit.features import Features, ImageEncoder, digest_of
@@ -48,7 +48,7 @@ def load_tower(config: LitConfig, world: World) -> Backbone:
     return tower
 
 
-def config_encoder(config: LitConfig, tower: Backbone, world: World) -> ImageEncoder:
+def encoder_of(config: LitConfig, tower: Backbone, world: World) -> ImageEncoder:
     """Return how the images that are trained on are encoded.
 
     Views are the same for every seed, so that seeds share a cache; which view is seen at a visit is up to the seed.
@@ -71,10 +71,10 @@ def train(run: Run[LitConfig]) -> Json:
     if world.leads:
         folder.update(backbone=tower.report.to_dict(), **{DIGEST: None})
     console.info(tower.report.summary())
-    plain = replace(config_encoder(config, tower, world), views=0)
+    plain = replace(encoder_of(config, tower, world), views=0)
     root = cache_root(config.cache.folder) if config.cache.use else None
     if not distributed.from_leader((folder.path / WEIGHTS).is_file()):
-        in_steps(config, len(pairs.captions))  # what cannot be trained is told before anything is encoded
+        resolve_steps(config, len(pairs.captions))  # what cannot be trained is told before anything is encoded
         if root:  # and an unreadable image to be scored on before anything is trained
             cached_features(val, plain, root, world, console)
         training = _TextTraining(run, pairs, tower, tokenizer, facts)
@@ -236,9 +236,9 @@ class _TextTraining:
     ) -> None:
         self.run, self.data, self.tower, self.tokenizer, self.facts = run, data, tower, tokenizer, facts
         world, console = run.world, run.console
-        self.encoder = config_encoder(run.config, tower, world)
+        self.encoder = encoder_of(run.config, tower, world)
         self.features, self.good, self.texts = _prepare(run.config, data, tokenizer, self.encoder, world, console)
-        self.config = config = in_steps(run.config, len(self.good), console.info)
+        self.config = config = resolve_steps(run.config, len(self.good), console.info)
         self.text = new_text_tower(config, tower, tokenizer)
         console.info(
             f"text tower {config.text.size or size_name(tower.config.size)}: "

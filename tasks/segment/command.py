@@ -12,8 +12,9 @@ from dpn_cli.run.console import Console, count_noun
 from dpn_cli.run.run import Run, open_run, run_name
 from dpn_cli.weights.resolve_stem import with_own_stem
 from tasks.segment.artifact import WEIGHTS
-from tasks.segment.config import SegmentConfig, in_steps
+from tasks.segment.config import SegmentConfig, resolve_steps
 from tasks.segment.dry_run import dry_run_training
+from tasks.segment.evaluate import describe_scores
 from tasks.segment.preflight import check_masks
 from tasks.segment.train import DEMO_NOTE, describe_length, open_data, train
 
@@ -47,7 +48,7 @@ def show(result: dict[str, Any]) -> None:
 def _dry_run(run: Run[SegmentConfig], launch: LaunchOptions) -> None:
     """Check a sample of the masks, measure the training in a dry run, and print its cost."""
     data = open_data(run.config)
-    config = in_steps(run.config, len(data.train))
+    config = resolve_steps(run.config, len(data.train))
     run.console.info(describe_length(config, data))
     if run.world.leads:
         check_masks(data.train, data.rule)
@@ -64,20 +65,4 @@ def describe_training(result: dict[str, Any]) -> str:
         f"{result['arch']} stem {result['stem']} on {result['dataset']}{share}, crops of {result['crop'][0]}\n"
         f"{describe_scores(result)}\n"
         f"{count_noun(result['steps'], 'step')} on {result['train_images']} images ({result['passes']:g} passes)"
-    )
-
-
-def describe_scores(result: dict[str, Any]) -> str:
-    """Return the scores of a result as text."""
-    how = result["evaluation"]
-    settings = [how["mode"], "resized" if how["size"] == "resize" else "native size"]
-    settings += ["scales " + ",".join(f"{scale:g}" for scale in how["scales"])] if how["scales"] != [1.0] else []
-    settings += ["flip"] if how["flip"] else []
-    unseen = result["classes"] - result["classes_seen"]
-    return (
-        f"validation: mIoU {result['miou']:.2f} %, pixel accuracy {result['pixel_accuracy']:.2f} %, mean accuracy "
-        f"{result['mean_accuracy']:.2f} % ({result['images']} images, {', '.join(settings)}; all pixels of the most "
-        f"frequent class: mIoU {result['majority_miou']:.2f} %)"
-        + (f"; resized: mIoU {result['resized']['miou']:.2f} %" if "resized" in result else "")
-        + (f"; {unseen} of {result['classes']} classes do not occur" if unseen else "")
     )

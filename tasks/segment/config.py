@@ -217,6 +217,6 @@ def finalize(config: SegmentConfig, demo_checkpoint: str | None = None) -> Segme
     return config.model_copy(update={"backbone": backbone})
 
 
-def in_steps(config: SegmentConfig, images: int, say: Logger = discard_message) -> SegmentConfig:
+def resolve_steps(config: SegmentConfig, images: int, say: Logger = discard_message) -> SegmentConfig:
     """Return the config with its duration in steps: App. G rounds the steps of an epoch down (20210 // 16 = 1263)."""
     return counted_in_steps(config, images // config.batch_size, say)

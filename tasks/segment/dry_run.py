@@ -11,8 +11,8 @@ from dpn_cli.run.run import Run
 from tasks.segment.artifact import Segmenter
 from tasks.segment.config import SegmentConfig
 from tasks.segment.evaluate import score_sizes
-from tasks.segment.pairs import PairsPart
-from tasks.segment.train import SegmentData, build_network, job_of, untrained
+from tasks.segment.pairs import PairsSubset
+from tasks.segment.train import SegmentData, job_of, load_network, new_segmenter
 
 # Images of each rank that are scored: one of them gives many windows.
 IMAGES = 4
@@ -21,12 +21,12 @@ IMAGES = 4
 def dry_run_training(run: Run[SegmentConfig], data: SegmentData) -> Cost:
     """Measure a training in a dry run, its duration in steps, and return its cost. Raises as `dry_run_fit` does."""
     config, world, console = run.config, run.world, run.console
-    vit = untrained(config, data, world, console).network.vit
+    vit = new_segmenter(config, data, world, console).network.vit
     name, weights = summarize_network(vit)
     del vit
 
     def begin() -> DryRunSetup:
-        network = build_network(config, len(data.classes))
+        network = load_network(config, len(data.classes))
         segmenter = Segmenter(network, data.classes, config.data, config.evaluation, {})
         job = job_of(config, data, segmenter, world, engine.Outputs(warn=console.warn), workers=0)
         model = engine.prepare(network, config.runtime, world)
@@ -38,7 +38,7 @@ def dry_run_training(run: Run[SegmentConfig], data: SegmentData) -> Cost:
 
 def _sampled(config: SegmentConfig, segmenter: Segmenter, data: SegmentData, world: World) -> Sampled:
     """Return the evaluation of a few validation images of every rank."""
-    few = PairsPart(data.val, range(min(IMAGES * world.size, len(data.val))))
+    few = PairsSubset(data.val, range(min(IMAGES * world.size, len(data.val))))
     in_process = config.runtime.model_copy(update={"workers": 0})
 
     def load() -> None:

@@ -15,9 +15,9 @@ from tasks.segment.artifact import Segmenter, load_segmenter
 from tasks.segment.config import Evaluation, MaskData
 from tasks.segment.iou import SegmentScores, score
 from tasks.segment.options import MULTI_SCALE, SegmentEvalOptions
-from tasks.segment.page_samples import keep
+from tasks.segment.page_samples import save_samples
 from tasks.segment.pairs import Pairs, fingerprint, open_pairs
-from tasks.segment.palette import classes_of, listed_in
+from tasks.segment.palette import class_list_path, classes_of
 from tasks.segment.preflight import check_masks
 
 
@@ -65,7 +65,7 @@ def evaluate(options: SegmentEvalOptions, console: Console) -> dict[str, Any] | 
         }
         if options.output_dir and world.leads:
             replace_json(options.output_dir / "result.json", result)
-            keep(options.output_dir, segmenter, pairs, scores, evaluation, runtime, world)
+            save_samples(options.output_dir, segmenter, pairs, scores, evaluation, runtime, world)
         distributed.barrier()
         return result if world.leads else None
 
@@ -93,8 +93,26 @@ def score_sizes(
 
 def _check_classes(data: MaskData, segmenter: Segmenter) -> None:
     """Raise `DataError` for data of other classes than the run's; where no names are listed, the run's hold."""
-    if data.dataset == "folder" and data.source != "demo" and not listed_in(data).is_file():
+    if data.dataset == "folder" and data.source != "demo" and not class_list_path(data).is_file():
         return
     names = [one.name for one in classes_of(data)]
     if names != [one.name for one in segmenter.classes]:
         raise DataError(f"--data {data.source}: its {len(names)} classes are not those that the run was trained on")
+
+
+def describe_scores(result: dict[str, Any]) -> str:
+    """Return the scores of a result as text."""
+    evaluation = result["evaluation"]
+    settings = [evaluation["mode"], "resized" if evaluation["size"] == "resize" else "native size"]
+    settings += (
+        ["scales " + ",".join(f"{scale:g}" for scale in evaluation["scales"])] if evaluation["scales"] != [1.0] else []
+    )
+    settings += ["flip"] if evaluation["flip"] else []
+    unseen = result["classes"] - result["classes_seen"]
+    return (
+        f"validation: mIoU {result['miou']:.2f} %, pixel accuracy {result['pixel_accuracy']:.2f} %, mean accuracy "
+        f"{result['mean_accuracy']:.2f} % ({result['images']} images, {', '.join(settings)}; all pixels of the most "
+        f"frequent class: mIoU {result['majority_miou']:.2f} %)"
+        + (f"; resized: mIoU {result['resized']['miou']:.2f} %" if "resized" in result else "")
+        + (f"; {unseen} of {result['classes']} classes do not occur" if unseen else "")
+    )

@@ -32,7 +32,7 @@ ERRORS = ((216, 221, 227), (213, 94, 0), (255, 255, 255))
 Palette = Sequence[tuple[int, int, int]]
 
 
-def keep(
+def save_samples(
     folder: Path,
     segmenter: Segmenter,
     pairs: Pairs,

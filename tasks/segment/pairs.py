@@ -239,7 +239,7 @@ def _scene(number: int) -> tuple[Pixels, Pixels]:
     return synthetic.render(synthetic.demo_scene(number))  # 16 kB each, drawn once per process
 
 
-class PairsPart(Pairs):
+class PairsSubset(Pairs):
     """Some rows of a split."""
 
     def __init__(self, whole: Pairs, rows: Sequence[int]) -> None:
@@ -294,7 +294,7 @@ def take(pairs: Pairs, fraction: float) -> Pairs:
     if fraction == 1:
         return pairs
     order = np.random.RandomState(0).permutation(len(pairs))
-    return PairsPart(pairs, sorted(order[: math.floor(fraction * len(pairs) + 1e-9)].tolist()))
+    return PairsSubset(pairs, sorted(order[: math.floor(fraction * len(pairs) + 1e-9)].tolist()))
 
 
 def list_digest(pairs: Pairs) -> str:

@@ -37,7 +37,7 @@ def classes_of(data: MaskData) -> tuple[Class, ...]:
         return tuple(Class(name, color_of(index)) for index, name in enumerate(MASK_CLASSES))
     if data.dataset == "ade20k":
         return ade20k()
-    listed = listed_in(data)
+    listed = class_list_path(data)
     if not os.path.lexists(listed):
         raise DpnError(f"--class-names: name a file with one class name per line ({listed} is missing)")
     content = read_named(listed, f"--class-names {listed}", "pass a file with a class name a line")
@@ -55,7 +55,7 @@ def classes_of(data: MaskData) -> tuple[Class, ...]:
     return tuple(Class(name, color_of(index)) for index, name in enumerate(names))
 
 
-def listed_in(data: MaskData) -> Path:
+def class_list_path(data: MaskData) -> Path:
     """Return the file that names the classes of a folder or hub data set, whether it is there or not."""
     return Path(data.classes or Path(data.source or "") / "classes.txt").expanduser()
 

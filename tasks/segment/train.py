@@ -24,14 +24,14 @@ from dpn_cli.run.run_dir import RunFolder, describe_device
 from dpn_cli.weights.backbone import backbone_of
 from dpn_cli.weights.resolve_stem import describe_start
 from tasks.segment.artifact import WEIGHTS, Segmenter, load_segmenter, save_segmenter
-from tasks.segment.config import SegmentConfig, in_steps
+from tasks.segment.config import SegmentConfig, resolve_steps
 from tasks.segment.evaluate import score_once, score_sizes
 from tasks.segment.iou import SegmentScores
 from tasks.segment.labels import LabelRule
 from tasks.segment.loader import segment_batches
 from tasks.segment.loss import segmentation_loss
 from tasks.segment.model import LinearSegmenter, initialize_head, normalized, use_imagenet_inputs
-from tasks.segment.page_samples import keep
+from tasks.segment.page_samples import save_samples
 from tasks.segment.pairs import Pairs, fingerprint, list_digest, open_pairs, take
 from tasks.segment.palette import Class, classes_of, rule_of
 from tasks.segment.preflight import SAMPLE, check_crops, check_masks
@@ -77,10 +77,10 @@ def train(run: Run[SegmentConfig]) -> Json:
     """
     folder, world, console = run.folder, run.world, run.console
     data = open_data(run.config)
-    config = in_steps(run.config, len(data.train), console.info)
+    config = resolve_steps(run.config, len(data.train), console.info)
     facts = _check_data(config, data, folder, world, console)
     if not distributed.from_leader((folder.path / WEIGHTS).is_file()):
-        segmenter = untrained(config, data, world, console, Checkpoints(folder.path / "checkpoints"))
+        segmenter = new_segmenter(config, data, world, console, Checkpoints(folder.path / "checkpoints"))
         network = segmenter.network
         if world.leads:
             folder.update(backbone=network.vit.report.to_dict(), **{DIGEST: None})
@@ -121,7 +121,7 @@ def train(run: Run[SegmentConfig]) -> Json:
         "differs_from_paper": run.differs,
     }
     if world.leads:
-        keep(folder.path, segmenter, data.val, scores, config.evaluation, config.runtime, world)
+        save_samples(folder.path, segmenter, data.val, scores, config.evaluation, config.runtime, world)
         folder.finish(result)
         floor = {"calling every pixel the most frequent class": scores.majority_miou}
         if warning := result_warning("validation mIoU", scores.miou, floor):
@@ -177,7 +177,7 @@ def _check_data(config: SegmentConfig, data: SegmentData, folder: RunFolder, wor
     return facts
 
 
-def build_network(config: SegmentConfig, classes: int) -> LinearSegmenter:
+def load_network(config: SegmentConfig, classes: int) -> LinearSegmenter:
     """Load the config's network with a fresh head. Raises as `load_backbone` and `freeze` do."""
     vit = backbone_of(config.backbone, num_classes=classes, align_corners=False, seed=config.seed)
     height, width = vit.config.image_size
@@ -234,11 +234,11 @@ def job_of(
     )
 
 
-def untrained(
+def new_segmenter(
     config: SegmentConfig, data: SegmentData, world: World, console: Console, saved: Checkpoints | None = None
 ) -> Segmenter:
     """Load the config's network, report it, and warn of crops that show too little."""
-    network = build_network(config, len(data.classes))
+    network = load_network(config, len(data.classes))
     console.info(describe_start(network.vit.report, saved))
     how = augmentation_of(config, network.vit.config.image_size)
     if world.leads and (warning := check_crops(data.train, how)):

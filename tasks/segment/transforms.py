@@ -154,7 +154,7 @@ def _stages(draw: Draw) -> list[Callable[[Tensor], Tensor]]:
     if happens():
         stages.append(partial(scale_saturation, factor=between(*SATURATION)))
     if happens():
-        stages.append(partial(turn_hue, steps=int(draw() * 2 * HUE) - HUE))
+        stages.append(partial(shift_hue, steps=int(draw() * 2 * HUE) - HUE))
     if not contrast_first and happens():
         stages.append(partial(_scale, factor=between(*CONTRAST)))
     return stages
@@ -182,7 +182,7 @@ def scale_saturation(rgb: Tensor, factor: float) -> Tensor:
     return torch.sub(value, below, out=below).add_(0.5).floor_()
 
 
-def turn_hue(rgb: Tensor, steps: int) -> Tensor:
+def shift_hue(rgb: Tensor, steps: int) -> Tensor:
     """Turn the hue of (3, h, w) in HSV by steps of two degrees, rounded to such steps as OpenCV's 8 bits are."""
     red, green, blue = rgb
     value, low = rgb.amax(0), rgb.amin(0)

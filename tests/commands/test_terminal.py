@@ -129,12 +129,12 @@ def predictions(results: list[dict[str, Any]]) -> Predictions:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_labels_and_images_of_lit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tasks.lit import serve
+    from tasks.lit import predict, search
 
     shown = printable(name)
     found = {"image": name, "labels": [{"label": name, "probability": 1.0, "cosine": 0.5}]}
-    monkeypatch.setattr(serve, "label", lambda *_, **__: predictions([found]))
-    monkeypatch.setattr(serve, "search", lambda *_, **__: predictions([{"image": name, "cosine": 0.5}]))
+    monkeypatch.setattr(predict, "predict", lambda *_, **__: predictions([found]))
+    monkeypatch.setattr(search, "search", lambda *_, **__: predictions([{"image": name, "cosine": 0.5}]))
     text = harmless(run_dpn("lit", "predict", "run", "x.jpg", "--labels", "a"))
     assert text.splitlines()[0] == shown
     assert text.splitlines()[1].endswith(shown)

@@ -12,7 +12,7 @@ from dpn_cli.config.load import build
 from support.cli import run_dpn
 from tasks.classify import highres_config as highres
 from tasks.classify import pretrain_config as pretrain
-from tasks.classify.config import in_steps
+from tasks.classify.config import resolve_steps
 from tasks.lit import config as lit
 from tasks.segment import config as segment
 
@@ -63,9 +63,9 @@ def test_epochs_follow_the_same_rule() -> None:
     plain = pretrain.resolve("imagenet", None, None, None, asked, {})
     built = build(pretrain.PretrainConfig, plain, "test")
     said: list[str] = []
-    longer = in_steps(built.model_copy(update={"epochs": 900.0}), 1_268_355, said.append).schedule
+    longer = resolve_steps(built.model_copy(update={"epochs": 900.0}), 1_268_355, said.append).schedule
     assert (longer.steps, longer.warmup, said) == (278_691, 10_000, [])
-    shorter = in_steps(built.model_copy(update={"epochs": 30.0}), 1_268_355, said.append).schedule
+    shorter = resolve_steps(built.model_copy(update={"epochs": 30.0}), 1_268_355, said.append).schedule
     assert (shorter.steps, shorter.warmup, len(said)) == (9290, 1000, 1)
 
 
@@ -73,7 +73,7 @@ def test_a_short_preset_has_big_visions_warmup() -> None:
     """Its 90 epochs of batch 1024 are 111,477 steps; configs/vit_s16_i1k.py warms up for 10,000."""
     asked = {"backbone": {"arch": "S/16"}, "data": {"source": "x"}}
     plain = pretrain.resolve("imagenet", "short", None, None, asked, {})
-    schedule = in_steps(build(pretrain.PretrainConfig, plain, "test"), 1_268_355).schedule
+    schedule = resolve_steps(build(pretrain.PretrainConfig, plain, "test"), 1_268_355).schedule
     assert (schedule.steps, schedule.warmup) == (111_477, 10_000)
 
 
@@ -94,7 +94,7 @@ def test_a_training_reports_the_duration_once_its_images_are_counted(
     def stop(*_: Any) -> None:
         raise DpnError("counted")
 
-    monkeypatch.setattr(command, "train_classifier", stop)
+    monkeypatch.setattr(command, "train", stop)
     result = run_dpn(
         *(
             "finetune",

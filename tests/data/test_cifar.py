@@ -31,8 +31,8 @@ from dpn_cli.errors import DataError
 from dpn_cli.run.distributed import World
 from support.cli import run_dpn
 from tasks.classify import train as training
-from tasks.classify.common import open_data
-from tasks.classify.config import in_steps
+from tasks.classify.config import resolve_steps
+from tasks.classify.data import open_data
 from tasks.classify.pretrain_config import PretrainConfig, finalize, resolve
 
 TEN, HUNDRED, TEN_BYTES, HUNDRED_BYTES = LAYOUTS
@@ -190,10 +190,10 @@ def test_the_config_is_the_studys_and_the_preset_a_short_one() -> None:
         config = config_of(name)
         assert (config.backbone.arch, config.backbone.image_size, config.auto_augment) == ("S/16", 224, "cifar10")
         assert (config.epochs, config.batch_size, config.lr, config.loss) == (1200, 128, 1e-3, "softmax")
-        assert in_steps(config, 50_000).schedule.steps == 468_750
+        assert resolve_steps(config, 50_000).schedule.steps == 468_750
         short = config_of(name, preset="short")
         assert (short.backbone.arch, short.backbone.image_size, short.epochs) == ("S/4", 32, 100)
-        assert (in_steps(short, 49_500).schedule.steps, short.schedule.warmup) == (38_672, 1934)
+        assert (resolve_steps(short, 49_500).schedule.steps, short.schedule.warmup) == (38_672, 1934)
         assert config_of(name, preset="short", backbone={"arch": "Ti/4"}).backbone.arch == "Ti/4"
     hub = config_of("cifar100", "hf:uoft-cs/cifar100")
     assert hub.data.label_column == "fine_label"

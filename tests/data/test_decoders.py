@@ -40,7 +40,7 @@ from tasks.classify.eval_splits import ConcatImages
 from tasks.lit import data as captioned
 from tasks.segment.artifact import load_segmenter
 from tasks.segment.config import MaskData
-from tasks.segment.pairs import PairsPart, open_pairs
+from tasks.segment.pairs import PairsSubset, open_pairs
 from tasks.vtab import data as vtab_data
 from tasks.vtab.config import VtabData
 from tasks.vtab.tasks import choose_tasks
@@ -189,7 +189,7 @@ def test_images_with_masks_follow_the_decode_options_and_are_never_shrunk(
     for decoder in BOTH:
         for split in ("train", "val"):
             pairs = open_pairs(MaskData(source=str(tmp_path), decode=decoder), split)
-            for some in (pairs, PairsPart(pairs, [0])):
+            for some in (pairs, PairsSubset(pairs, [0])):
                 assert np.array_equal(some.load(0)[0], jpegs[decoder])
     pairs = open_pairs(MaskData(source=str(tmp_path), max_pixels=height * width - 1), "val")
     with pytest.raises(ImageError, match=r"a\.jpg: .*more than"):

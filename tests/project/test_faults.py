@@ -26,7 +26,7 @@ from support.engine import SINGLE_PROCESS
 from support.images import write_class_folders
 from support.segment import write_scenes
 from support.vtab import write_vtab_task
-from tasks.classify.classifier import Classifier, predict
+from tasks.classify.classifier import Classifier, compute_logits
 from tasks.lit.captions import CaptionedFiles
 from tasks.lit.features import encode_function
 from tasks.segment.model import LinearSegmenter
@@ -107,8 +107,8 @@ def classify(folder: Path) -> tuple[torch.nn.Module, Callable[[], Any]]:
     classifier = Classifier(model, ("a", "b", "c"), "softmax", 18, {})
     split = ClassFolders(write_class_folders(folder / "photos", classes=3, each=4))
     return model, lambda: score(
-        lambda images: predict(classifier, images), split, classifier.transform, 3, SINGLE_PROCESS, loss="softmax",
-        batch_size=8, workers=0,
+        lambda images: compute_logits(classifier, images), split, classifier.transform, 3, SINGLE_PROCESS,
+        loss="softmax", batch_size=8, workers=0,
     ).top1  # fmt: skip
 
 

@@ -19,6 +19,7 @@ MODULES = [path for package in ("dpn_cli", "tasks") for path in sorted((ROOT / p
 # Modules that play the same part in two rooms or two tasks.
 SHARED = frozenset(
     {"__init__", "base", "cache", "command", "config", "data", "datacheck", "dry_run", "eval_splits", "evaluate"}
+    | {"export"}
     | {"gradients", "hub", "loader", "loss", "losses", "options", "page", "page_samples", "pairs", "plan", "predict"}
     | {"preflight", "prepare", "run", "tables", "train"}
 )

@@ -28,7 +28,7 @@ from support.processes import run_in_child
 from support.programs import LIMIT
 from support.segment import segment_config, train_segment, write_scenes
 from support.vtab import run_vtab
-from tasks.classify.common import describe_training
+from tasks.classify.train import describe_training
 
 STEPS: dict[str, Any] = {"schedule": {"steps": 4, "warmup": 0}, "runtime": {"workers": 0, "checkpoint_every": 2}}
 STAGES: list[dict[str, Any]] = [{"epochs": 1, "grid": {"lr": [1e-3]}}, {"epochs": 1}]

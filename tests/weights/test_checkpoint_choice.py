@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from dpn_cli.config.load import build
 from dpn_cli.metrics import Confusion, ImagePrediction, Scores
 from support.highres import highres_config, train_highres
-from tasks.classify import common as command
+from tasks.classify import data as classify_data
 from tasks.classify import train as training
-from tasks.classify.common import describe_training
 from tasks.classify.highres_config import HighresConfig, resolve
+from tasks.classify.train import describe_training
 
 
 @pytest.fixture
@@ -71,9 +71,9 @@ def test_a_minival_that_is_too_small_to_choose_is_reported(
 
 def test_only_a_minival_that_chooses_is_large(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[float | None, bool]] = []
-    monkeypatch.setattr(command, "open_class_data", lambda source, share, chooses: asked.append((share, chooses)))
+    monkeypatch.setattr(classify_data, "open_class_data", lambda source, share, chooses: asked.append((share, chooses)))
     for select in ("last", "best"):
-        command.open_data(highres_config(photos, select=select))
+        classify_data.open_data(highres_config(photos, select=select))
     assert asked == [(None, False), (None, True)]
 
 

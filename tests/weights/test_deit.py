@@ -31,8 +31,8 @@ from dpn_cli.errors import DpnError
 from dpn_cli.run.distributed import World
 from support.cli import run_dpn
 from tasks.classify import train as training
-from tasks.classify.common import open_data
-from tasks.classify.config import in_steps
+from tasks.classify.config import resolve_steps
+from tasks.classify.data import open_data
 from tasks.classify.preflight import check_batch
 from tasks.classify.pretrain_config import PretrainConfig, finalize, resolve
 
@@ -79,7 +79,7 @@ def test_the_config_is_deits() -> None:
     assert config.backbone.drop_path_rescale
     assert (config.optim.name, config.optim.weight_decay, config.optim.decay_unit) == ("adam", 0.05, "lr")
     assert (config.optim.clip_norm, config.peak_lr, config.batch_size, config.epochs) == (None, 1e-3, 1024, 300)
-    assert in_steps(config, 1_281_167).schedule.steps == 375_342
+    assert resolve_steps(config, 1_281_167).schedule.steps == 375_342
     found = [line for line in differences(config, "fp32") or () if "(paper: " in line]
     assert found == ["data.minival: null (paper: 0.0)"]
     assert "mixup: 0.5 (paper: 0.8)" in (differences(deit(backbone={"arch": "S/16"}, mixup=0.5), "fp32") or ())
@@ -88,7 +88,7 @@ def test_the_config_is_deits() -> None:
 @pytest.mark.parametrize(("batch", "lr"), [(1024, 1e-3), (256, 2.5e-4)])
 def test_the_learning_rate_is_timms(batch: int, lr: float) -> None:
     """timm's schedule by the epoch, at whole epochs; in the warm-up the cosine is that of the epoch as well."""
-    config = in_steps(deit(backbone={"arch": "S/16"}, batch_size=batch), 1000 * batch)
+    config = resolve_steps(deit(backbone={"arch": "S/16"}, batch_size=batch), 1000 * batch)
     assert config.schedule.steps == 300_000
     assert config.peak_lr == pytest.approx(lr)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-3)

@@ -72,7 +72,7 @@ def target_shapes(teacher: ViTConfig, losses: Losses) -> Shapes:
     return shapes
 
 
-def values_of(shapes: Shapes) -> int:
+def count_values(shapes: Shapes) -> int:
     """Return how many numbers an entry has."""
     return sum(math.prod(shape) for shape in shapes.values())
 
@@ -88,7 +88,7 @@ def check_views(config: DistillConfig, images: int) -> None:
         )
 
 
-def kept_targets(batch: Batch) -> NetworkOutputs:
+def cached_targets(batch: Batch) -> NetworkOutputs:
     """Return the targets that `TargetCache.joined` put into a batch."""
     return {name.removeprefix(PREFIX): value for name, value in batch.items() if name.startswith(PREFIX)}
 
@@ -121,7 +121,7 @@ class TargetCache:
         self.world, self.console, self.filled = world, console, False
         self.views, self.shapes = config.cache_teacher, target_shapes(network.config, config.losses)
         self.augmentation = augmentation_of(config, network.config.image_size)
-        self.entries, self.values = self.views * len(images.labels), values_of(self.shapes)
+        self.entries, self.values = self.views * len(images.labels), count_values(self.shapes)
         self.per_shard = max(1, SHARD // (2 * self.values))
         self.shards = [
             range(first, min(first + self.per_shard, self.entries)) for first in range(0, self.entries, self.per_shard)
@@ -177,7 +177,7 @@ class TargetCache:
         self.filled = True
 
     def joined(self, batches: Batches, order: ShardOrder | None = None) -> Batches:
-        """Return `batches`, which hold views of this cache, with the targets of each row; see `kept_targets`.
+        """Return `batches`, which hold views of this cache, with the targets of each row; see `cached_targets`.
 
         `order` is that of the batches.
         """

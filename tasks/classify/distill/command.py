@@ -26,7 +26,7 @@ from tasks.classify.distill.data import DistillSplits, open_images
 from tasks.classify.distill.dry_run import dry_run_stages
 from tasks.classify.distill.student import describe_resize, load_teacher, with_teacher_defaults
 from tasks.classify.distill.train import Distillation
-from tasks.classify.fewshot import check_transfer, describe_accuracies, probing_of
+from tasks.classify.fewshot import check_probe_data, describe_accuracies, final_probe_options
 from tasks.classify.preflight import check_divides
 
 Json = dict[str, Any]
@@ -103,8 +103,8 @@ def _check(run: Run[DistillConfig], teacher: Classifier, images: DistillSplits, 
     check_stages(config)
     if note := describe_resize(teacher):
         run.console.warn(note)
-    if options := probing_of(config):
-        check_transfer(options)
+    if options := final_probe_options(config):
+        check_probe_data(options)
     check_views(config, len(images.train.labels))
     order = make_shard_order(images.train, config.data, config.batch_size, config.seed, config.schedule.steps)
     workers = count_workers(config.runtime.workers, world.device, world.here)

@@ -49,17 +49,19 @@ def _scene(distillation: Distillation, start: Backbone, stage: str, steps: int) 
 
 def _sampled(distillation: Distillation, student: Backbone) -> Sampled:
     """Return the comparison of student and teacher on a batch of every rank, which stands for scoring both as well."""
-    config, images, world, taught = (
-        distillation.config, distillation.images, distillation.world, distillation.taught
+    config, images, world, teacher_classifier = (
+        distillation.config, distillation.images, distillation.world, distillation.teacher_classifier
     )  # fmt: skip
     held_out = images.held_out
     few = first_batch(held_out, config.eval_batch_size, world)
-    scoring = DistillScorer(without_workers(config), taught, replace(images, held_out=few), world, distillation.console)
+    scoring = DistillScorer(
+        without_workers(config), teacher_classifier, replace(images, held_out=few), world, distillation.console
+    )
     labelled = len(images.val.labels) if images.val else 0
     return Sampled(
         len(few.labels),
         lambda: scoring.agreement(student),
-        lambda: load_batch(few, taught.transform, config, world),
+        lambda: load_batch(few, teacher_classifier.transform, config, world),
         during=len(held_out.labels),
         end=len(held_out.labels) + labelled,
     )

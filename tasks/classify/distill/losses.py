@@ -63,7 +63,7 @@ class ObservedNetwork(nn.Module):
         q, k = attention.q_norm(q), attention.k_norm(k)
         self._seen[f"attention.{pair}"] = attention.scale * q @ k.transpose(-2, -1)
 
-    def freeze_unseen(self) -> None:
+    def freeze_unused(self) -> None:
         """Stop the training of what nothing is computed from: head and pooling, where the losses leave them out."""
         unseen = [] if self.losses.logits else ["head."]
         unseen += [] if self.losses.logits or self.losses.representation else ["fc_norm.", "attn_pool.", "pre_logits."]

@@ -13,7 +13,7 @@ from dpn_cli.model.flops import count_macs, training_flops
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone
-from tasks.classify.distill.cache import check_views, target_shapes, values_of
+from tasks.classify.distill.cache import check_views, count_values, target_shapes
 from tasks.classify.distill.config import DistillConfig, Losses
 from tasks.classify.distill.data import check_count, open_images
 from tasks.classify.distill.student import check_pair, load_teacher, new_student, start_of
@@ -73,7 +73,7 @@ def estimate(config: DistillConfig, arch: str, images: int | None, *, count_data
         **estimate_duration(config.runtime, flops, image_draws + views, ranks),
         **estimate_disk(config.optim, parameters, ema=bool(config.ema), best=False),
         "stages_bytes": 4 * parameters * (2 if stem_steps else 1),
-        "cache_bytes": 2 * views * values_of(target_shapes(teacher.config, losses)),
+        "cache_bytes": 2 * views * count_values(target_shapes(teacher.config, losses)),
     }
 
 

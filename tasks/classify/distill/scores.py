@@ -10,12 +10,12 @@ from dpn_cli.run import distributed
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import Backbone
-from tasks.classify.classifier import Classifier, predict
+from tasks.classify.classifier import Classifier, compute_logits
 from tasks.classify.distill.agreement import Agreement, compute_agreement
 from tasks.classify.distill.config import DistillConfig
 from tasks.classify.distill.data import DistillSplits
 from tasks.classify.distill.student import as_classifier
-from tasks.classify.fewshot import probing_of, transfer
+from tasks.classify.fewshot import final_probe_options, probe_network
 
 Json = dict[str, Any]
 
@@ -27,19 +27,19 @@ class DistillScorer:
         self, config: DistillConfig, teacher: Classifier, data: DistillSplits, world: World, console: Console
     ) -> None:
         self.config, self.data, self.world, self.console = config, data, world, console
-        self.taught = as_classifier(config, teacher, teacher.model)
+        self.teacher_classifier = as_classifier(config, teacher, teacher.model)
 
     def agreement(self, student: Backbone) -> Agreement:
         """Compare a student with its teacher on the images that are held out."""
         runtime = self.config.runtime
         with engine.precision_of(runtime, self.world.device):
             return compute_agreement(
-                self.taught.model,
+                self.teacher_classifier.model,
                 student,
                 self.data.held_out,
-                self.taught.transform,
+                self.teacher_classifier.transform,
                 self.world,
-                loss=self.taught.loss,
+                loss=self.teacher_classifier.loss,
                 batch_size=self.config.eval_batch_size,
                 workers=runtime.workers,
                 skip_bad=self.config.data.skip_bad_images,
@@ -55,10 +55,10 @@ class DistillScorer:
         data, config = self.data, self.config
         if data.val is None:
             return None
-        classifier = as_classifier(config, self.taught, model)
+        classifier = as_classifier(config, self.teacher_classifier, model)
         with engine.precision_of(config.runtime, self.world.device):
             return score(
-                lambda images: predict(classifier, images),
+                lambda images: compute_logits(classifier, images),
                 data.val,
                 classifier.transform,
                 len(data.classes),
@@ -71,9 +71,9 @@ class DistillScorer:
                 keep_predictions=keep_predictions,
             )
 
-    def described_teacher(self) -> Json:
+    def describe_teacher(self) -> Json:
         """Return what is known of the teacher: its place, digest and shape."""
-        report, vit_config = self.taught.model.report, self.taught.model.config
+        report, vit_config = self.teacher_classifier.model.report, self.teacher_classifier.model.config
         return {
             "source": report.source,
             "digest": report.digest,
@@ -86,15 +86,15 @@ class DistillScorer:
 
     def fewshot(self, student: Backbone) -> Json | None:
         """Probe teacher and student on a few labelled images per class; None without such images."""
-        options = probing_of(self.config)
+        options = final_probe_options(self.config)
         if options is None:
             return None
-        whole = self.taught.transform if self.taught.resize_side is None else None
+        whole = self.teacher_classifier.transform if self.teacher_classifier.resize_side is None else None
 
         def probe() -> Json:
             return {
-                name: transfer(model, options, self.world.device, self.console, whole)
-                for name, model in (("student", student), ("teacher", self.taught.model))
+                name: probe_network(model, options, self.world.device, self.console, whole)
+                for name, model in (("student", student), ("teacher", self.teacher_classifier.model))
             }
 
         return distributed.on_leader(self.world, probe)

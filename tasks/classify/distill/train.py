@@ -27,7 +27,7 @@ from dpn_cli.run.run_dir import LOST, MetricsLog
 from dpn_cli.weights.backbone import Backbone, export_backbone
 from dpn_cli.weights.resolve_stem import describe_start
 from tasks.classify.classifier import Classifier, save_classifier
-from tasks.classify.distill.cache import TargetCache, kept_targets
+from tasks.classify.distill.cache import TargetCache, cached_targets
 from tasks.classify.distill.config import DistillConfig
 from tasks.classify.distill.data import DistillSplits, augmentation_of
 from tasks.classify.distill.losses import Distance, NetworkOutputs, ObservedNetwork, inputs_of
@@ -41,7 +41,7 @@ from tasks.classify.distill.student import (
     remove_gates,
 )
 from tasks.classify.export import model_card
-from tasks.classify.predictions_file import keep
+from tasks.classify.predictions_file import save_scores
 from tasks.classify.preflight import interval
 
 Json = dict[str, Any]
@@ -60,7 +60,7 @@ class Distillation:
         self.run, self.config, self.world, self.console = run, run.config, run.world, run.console
         self.path, self.images = run.folder.path, images
         self.scoring = DistillScorer(self.config, teacher, images, self.world, self.console)
-        self.taught = self.scoring.taught
+        self.teacher_classifier = self.scoring.teacher_classifier
         self.teacher = teacher.model.to(self.world.device)
         self.skipped: list[int] = []
 
@@ -141,7 +141,7 @@ class Distillation:
         world, runtime = self.world, config.runtime
         pairs = check_pair(config, self.teacher, student)
         observed = ObservedNetwork(student.to(world.device), config.losses, [ours for ours, _ in pairs])
-        observed.freeze_unseen()
+        observed.freeze_unused()
         steps = first + config.schedule.steps
         order = make_shard_order(self.images.train, config.data, config.batch_size, config.seed, steps)
         batches = crop_batches(
@@ -158,11 +158,11 @@ class Distillation:
         targets: Callable[[engine.Batch], NetworkOutputs] = self._targets
         if self.cache and not dry_run:
             self.cache.fill()
-            batches, targets = self.cache.joined(batches, order), kept_targets
+            batches, targets = self.cache.joined(batches, order), cached_targets
         deviations = self._deviations() if config.losses.tokens else {}
         return observed, engine.TrainJob.from_config(
             config,
-            loss_fn=Distance(targets, student, config.losses, deviations, self.taught.loss),
+            loss_fn=Distance(targets, student, config.losses, deviations, self.teacher_classifier.loss),
             batches=lambda start: batches(first + start),
             micro_batch=MicroBatch.choose(runtime, world.most(config.batch_size), student, world.device),
             ema_decay=config.ema,
@@ -197,7 +197,7 @@ class Distillation:
 
     @cached_property
     def _pixels(self) -> Tensor:
-        return self.images.sample(self.taught.transform, self.config.data.skip_bad_images)
+        return self.images.sample(self.teacher_classifier.transform, self.config.data.skip_bad_images)
 
     def _sample(self) -> Iterator[Tensor]:
         """Yield the images on which stems are fitted, prepared as they are evaluated, a few at a time."""
@@ -246,12 +246,12 @@ class Distillation:
 
     def _export(self, student: Backbone, near: Json) -> None:
         """Write the student's file: a classifier where the teacher has a head."""
-        described = {"teacher": self.scoring.described_teacher(), "start": self.config.backbone.start}
+        described = {"teacher": self.scoring.describe_teacher(), "start": self.config.backbone.start}
         distilled = {**described, "data": self.images.fingerprints(), **near}
         if not student.num_classes:
             export_backbone(student, self.path / WEIGHTS, {KEY: "network", "distilled": json.dumps(distilled)})
             return
-        classifier = as_classifier(self.config, self.taught, student)
+        classifier = as_classifier(self.config, self.teacher_classifier, student)
         classifier.facts = {
             "arch": student.config.arch,
             "parameters": student.report.parameters,
@@ -280,7 +280,7 @@ class Distillation:
             "start": self.config.backbone.start,
             "image_size": list(vit_config.image_size),
             "parameters": student.report.parameters,
-            "teacher": self.scoring.described_teacher(),
+            "teacher": self.scoring.describe_teacher(),
             "classes": self.teacher.num_classes,
             **stages["all"],
             "images": {name: len(part.labels) for name, part in self.images.parts().items()},
@@ -300,5 +300,5 @@ class Distillation:
             "differs_from_paper": self.run.differs,
         }
         if scores is not None and self.images.val is not None and self.world.leads:
-            result |= keep(self.path, scores, self.images.classes, self.images.val)
+            result |= save_scores(self.path, scores, self.images.classes, self.images.val)
         return result

@@ -33,7 +33,7 @@ from tasks.classify.classifier import load_classifier
 from tasks.classify.distill import command
 from tasks.classify.distill import train as training
 from tasks.classify.distill.config import DistillConfig, finalize, resolve
-from tasks.classify.fewshot import probing_of
+from tasks.classify.fewshot import final_probe_options
 
 
 @pytest.fixture(scope="module")
@@ -316,7 +316,7 @@ def test_teacher_and_student_are_probed_with_few_images(photos: Path, teacher: P
     config = distill_config(
         photos, teacher, fewshot_data=str(photos), fewshot=2, data={"decode": "pillow", "max_pixels": 9000}
     )
-    asked = probing_of(config)
+    asked = final_probe_options(config)
     assert asked is not None
     assert (asked.reading.decode, asked.reading.max_pixels) == ("pillow", 9000)
     result = train_distill(config, tmp_path / "run")

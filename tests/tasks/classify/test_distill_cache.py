@@ -32,7 +32,7 @@ from support.ranks import CPU
 from tasks.classify.distill import cache as caches
 from tasks.classify.distill import command
 from tasks.classify.distill import train as training
-from tasks.classify.distill.cache import TargetCache, check_views, kept_targets, target_shapes
+from tasks.classify.distill.cache import TargetCache, cached_targets, check_views, target_shapes
 from tasks.classify.distill.config import DistillConfig, finalize
 from tasks.classify.distill.data import augmentation_of
 from tasks.classify.distill.losses import Distance, NetworkOutputs, ObservedNetwork, inputs_of
@@ -76,7 +76,7 @@ def fill(split: ClassFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     def filled(name: str = "run", most: int = 1000, world: World = ALONE, **keys: Any) -> TargetCache:
         config = config_of(**keys)
-        values = caches.values_of(target_shapes(TEACHER.config, config.losses))
+        values = caches.count_values(target_shapes(TEACHER.config, config.losses))
         monkeypatch.setattr(caches, "SHARD", 2 * values * 5 + 1)
         looks = Looks(config, most)
         cache = TargetCache(tmp_path / name, config, TEACHER, looks, split, world, QUIET)
@@ -102,10 +102,10 @@ def test_cached_targets_give_the_teachers_loss(
     student = load_backbone("nano/8", stem="dpn", image_size=SIZE, num_classes=3, seed=2).eval()
     observed, looks = ObservedNetwork(student, config.losses, [0, 1]), Looks(config)
     deviations = {name: torch.full((shape[1],), 0.7) for name, shape in cache.shapes.items() if "tokens" in name}
-    live, kept = (Distance(of, student, config.losses, deviations, "softmax") for of in (looks, kept_targets))
+    live, kept = (Distance(of, student, config.losses, deviations, "softmax") for of in (looks, cached_targets))
     batches = crop_batches(split, augmentation_of(config, SIZE), 6, config.seed, ALONE, workers=0, order=order)
     for batch in itertools.islice(cache.joined(batches, order)(3), 4):
-        now, stored = looks(batch), kept_targets(batch)
+        now, stored = looks(batch), cached_targets(batch)
         assert stored.keys() == now.keys()
         for name, value in now.items():
             torch.testing.assert_close(stored[name], value.half(), rtol=2e-3, atol=2e-3)
@@ -177,7 +177,7 @@ def test_a_image_that_has_changed_is_named(split: ClassFolders, fill: Any, monke
 
 
 def test_mismatches_are_refused(fill: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = caches.values_of(target_shapes(TEACHER.config, config_of().losses))
+    values = caches.count_values(target_shapes(TEACHER.config, config_of().losses))
     needed = 2 * values * 30
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed))
     fill("enough")

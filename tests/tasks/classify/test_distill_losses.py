@@ -111,7 +111,7 @@ def test_parameters_without_effect_on_the_loss_are_frozen(losses: Losses, frozen
     model = load_backbone("mu/8", stem="dpn", image_size=16, num_classes=5, pre_logits=True)
     torch.nn.init.normal_(model.get_parameter("head.weight"))
     observed = ObservedNetwork(model, losses, [])
-    observed.freeze_unseen()
+    observed.freeze_unused()
     seen = observed(torch.randn(2, 3, 16, 16))
     total = torch.stack([value.square().sum() for value in seen.values()]).sum()
     total.backward()  # type: ignore[no-untyped-call]

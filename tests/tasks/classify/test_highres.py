@@ -33,7 +33,7 @@ from support.highres import highres_config, train_highres
 from support.images import write_class_folders
 from tasks.classify import highres as command
 from tasks.classify.classifier import Classifier, resize_for, save_classifier
-from tasks.classify.config import in_steps
+from tasks.classify.config import resolve_steps
 from tasks.classify.evaluate import match_classes, real_accuracy
 from tasks.classify.highres_config import HighresConfig, resolve
 from tasks.classify.predictions_file import per_class, worst_pairs
@@ -71,9 +71,9 @@ def test_a_duration_brings_its_warmup_along() -> None:
     built = build(HighresConfig, resolve("highres", {"schedule": {"steps": 200}, "data": {"source": "x"}}, {}), "test")
     assert built.schedule.warmup == 20
     epochs = built.model_copy(update={"epochs": 8.0, "batch_size": 64})
-    assert (in_steps(epochs, 1000).schedule.steps, in_steps(epochs, 1000).schedule.warmup) == (125, 12)
+    assert (resolve_steps(epochs, 1000).schedule.steps, resolve_steps(epochs, 1000).schedule.warmup) == (125, 12)
     imagenet = built.model_copy(update={"epochs": 300.0, "batch_size": 4096})
-    assert in_steps(imagenet, 1_268_355).schedule.steps == 92_897  # the paper's 93000
+    assert resolve_steps(imagenet, 1_268_355).schedule.steps == 92_897  # the paper's 93000
     with pytest.raises(DpnError, match="--steps 5 and --epochs 2: give one of them"):
         resolve(None, {"schedule": {"steps": 5}, "epochs": 2}, {})
 

@@ -44,7 +44,7 @@ from tasks.classify import demo_weights
 from tasks.classify import pretrain as command
 from tasks.classify import train as training
 from tasks.classify.classifier import load_classifier
-from tasks.classify.common import open_data
+from tasks.classify.data import open_data
 from tasks.classify.pretrain_config import PretrainConfig, finalize, resolve
 from tasks.classify.train import load_network
 

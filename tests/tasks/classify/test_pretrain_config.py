@@ -16,7 +16,7 @@ from dpn_cli.errors import DpnError
 from dpn_cli.run.distributed import World
 from support.cli import run_dpn
 from support.pretrain import pretrain_config
-from tasks.classify.config import in_steps
+from tasks.classify.config import resolve_steps
 from tasks.classify.plan import describe_plan, estimate
 from tasks.classify.preflight import check_batch
 from tasks.classify.pretrain_config import PretrainConfig, resolve
@@ -52,7 +52,7 @@ def test_the_config_is_appendix_c(
     optim = config.optim
     assert (optim.name, optim.betas, optim.eps, optim.clip_norm) == ("adam", (0.9, 0.999), 1e-8, 1.0)
     assert (optim.weight_decay, optim.decay_unit, optim.decay_mask) == (1e-4, "schedule", "kernels")
-    counted = in_steps(config, 1_268_355).schedule  # train[:99%]
+    counted = resolve_steps(config, 1_268_355).schedule  # train[:99%]
     assert (counted.steps, counted.warmup, counted.decay) == (92_897, 10_000, "cosine")
     # One value is not the paper's unless it is asked for.
     assert differing(config) == ["optim.state_dtype: float32 (paper: bfloat16)"]
@@ -70,7 +70,7 @@ def test_presets_and_levels_report_differences() -> None:
         "randaugment.magnitude: 10.0 (paper: 15.0)",
         "mixup: 0.2 (paper: 0.5)",
     ]
-    assert in_steps(short, 1_268_355).schedule.steps == 111_477
+    assert resolve_steps(short, 1_268_355).schedule.steps == 111_477
     assert differing(pretrain_config("B/32", level="strong2", **parity)) == [
         "randaugment.magnitude: 20.0 (paper: 15.0)",
         "mixup: 0.8 (paper: 0.5)",

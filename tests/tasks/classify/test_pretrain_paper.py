@@ -17,7 +17,7 @@ from dpn_cli.weights.backbone import load_backbone
 from support.cli import run_dpn
 from support.images import write_class_folders
 from support.pretrain import train_pretrain
-from tasks.classify.config import in_steps
+from tasks.classify.config import resolve_steps
 from tasks.classify.pretrain_config import PretrainConfig, finalize, resolve
 
 TINY: dict[str, Any] = {
@@ -44,7 +44,7 @@ def test_s16plus_is_the_better_plain_vit() -> None:
     assert (backbone.arch, backbone.pool, backbone.posemb, backbone.pre_logits) == ("S/16", "gap", "sincos2d", True)
     assert (config.randaugment.layers, config.randaugment.magnitude, config.mixup) == (2, 10, 0.2)
     assert (config.loss, config.head_bias, config.batch_size, config.epochs) == ("softmax", 0, 1024, 90)
-    counted = in_steps(config, 1_268_355).schedule
+    counted = resolve_steps(config, 1_268_355).schedule
     assert (counted.steps, counted.warmup) == (111_477, 10_000)
     assert differing(config) == []
 

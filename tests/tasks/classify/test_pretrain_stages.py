@@ -20,7 +20,7 @@ from tasks.classify import page
 from tasks.classify import pretrain as command
 from tasks.classify import train as training
 from tasks.classify.classifier import load_classifier
-from tasks.classify.config import head_bias_of, in_steps
+from tasks.classify.config import head_bias_of, resolve_steps
 from tasks.classify.pretrain_config import PretrainConfig, finalize, resolve, trials
 
 
@@ -44,7 +44,7 @@ def test_appendix_f_searches_the_papers_grid() -> None:
         itertools.product((0.0, 0.2, 0.5), (0, 5, 10, 15))
     )
     assert [(name, c.epochs) for name, c in third] == [("only", 600)]
-    assert in_steps(third[0][1], 76_128).schedule.steps == 44_606
+    assert resolve_steps(third[0][1], 76_128).schedule.steps == 44_606
 
 
 def test_a_sweep_chooses_on_validation_and_scores_each_row_of_the_table_once_on_test(

@@ -30,7 +30,7 @@ from support.goldens import GOLDENS
 from support.images import write_class_folders, write_png_images
 from support.lit import lit_config, train_lit
 from support.programs import ROOT, run_program
-from tasks.lit.config import LitConfig, in_steps, resolve
+from tasks.lit.config import LitConfig, resolve, resolve_steps
 from tasks.lit.data import SceneClasses
 from tasks.lit.features import digest_of
 from tasks.lit.page_samples import PAIRS
@@ -82,7 +82,7 @@ def test_the_config_is_the_papers() -> None:
     assert (built.loss, built.temperature, built.text.context, built.cache.use) == ("softmax", 10, 16, True)
     shorter = build(LitConfig, resolve(None, {"data": {"source": "x"}, "schedule": {"steps": 550}}, {}), "test")
     assert shorter.schedule.warmup == 100
-    by_epochs = in_steps(built.model_copy(update={"epochs": 2.0, "batch_size": 10}), 100).schedule
+    by_epochs = resolve_steps(built.model_copy(update={"epochs": 2.0, "batch_size": 10}), 100).schedule
     assert (by_epochs.steps, by_epochs.warmup) == (20, 3)  # the config's share of warm-up
 
 

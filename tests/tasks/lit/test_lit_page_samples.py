@@ -16,7 +16,7 @@ from dpn_cli.run import distributed
 from support.pages import SCRIPT_TAG, make_page, parse_page, read_chart_rows, write_run
 from tasks.lit.config import LitConfig
 from tasks.lit.data import SceneClasses
-from tasks.lit.page_samples import NEAREST, PAIRS, TEXTS, NearestImages, keep_pairs, keep_prompts
+from tasks.lit.page_samples import NEAREST, PAIRS, TEXTS, NearestImages, save_pairs, save_prompts
 
 
 class Many:
@@ -40,7 +40,7 @@ def kept(folder: Path) -> tuple[dict[str, Any], list[int], torch.Tensor, torch.T
     data: Any = Many()
     good = [row for row in range(30) if row != 4]
     images, texts = features(29, 0), features(58, 1)
-    keep_pairs(folder, data, good, images, texts, torch.arange(29).repeat_interleave(2))
+    save_pairs(folder, data, good, images, texts, torch.arange(29).repeat_interleave(2))
     return json.loads((folder / "captions.json").read_text()), good, images, texts
 
 
@@ -80,7 +80,7 @@ def test_images_nearest_to_classes_are_found_part_by_part_and_over_ranks(
         for rows in np.split(np.arange(rank, 40, 2), [7, 13]):
             nearest.see(rows.tolist(), cosines[rows])
     monkeypatch.setattr(distributed, "from_all", lambda value: [one.best for one in ranks])
-    keep_prompts(tmp_path, split, ranks[0], ranks[0].gather())
+    save_prompts(tmp_path, split, ranks[0], ranks[0].gather())
     found = json.loads((tmp_path / "prompts.json").read_text())["queries"]
     assert len(found) == TEXTS
     for query in found:

@@ -39,7 +39,7 @@ from tasks.lit.captions import CaptionedImages
 from tasks.lit.data import CaptionSource, open_split
 from tasks.lit.encode import image_encoder
 from tasks.lit.features import ImageEncoder
-from tasks.lit.serve import images_in
+from tasks.lit.search import images_in
 
 ALONE, QUIET = World(0, 1, CPU), Console(quiet=True)
 OTHER = 50  # the number of an image that is in no data set, of as many bytes as those that are

@@ -35,7 +35,7 @@ from tasks.segment.config import SegmentConfig, finalize, resolve
 from tasks.segment.pairs import FolderPairs, HubPairs
 from tasks.segment.palette import color_of
 from tasks.segment.preflight import check_masks
-from tasks.segment.train import SegmentData, build_network, evaluate, job_of, open_data
+from tasks.segment.train import SegmentData, evaluate, job_of, load_network, open_data
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +241,7 @@ def test_a_mask_that_no_sample_met_stops_the_training_with_its_name(own: Path, t
     config = segment_config(own)
     data = open_data(config)
     assert check_masks(data.val, data.rule) == {0, 1, 2, 3, 4}
-    network = build_network(config, 5)
+    network = load_network(config, 5)
     segmenter = Segmenter(network, data.classes, config.data, config.evaluation, {})
     with pytest.raises(DataError, match=r"0000.png: the mask holds 77"):
         fit_alone(config, data, segmenter, World(0, 1, torch.device("cpu")))
@@ -350,7 +350,7 @@ def _rank(rank: int, size: int, folder: str, shapes: str) -> None:
     for shard in (False, True)[:size]:
         config = segment_config(shapes, schedule={"steps": 3}, optim=optim, runtime={"shard": shard})
         data = open_data(config)
-        segmenter = Segmenter(build_network(config, 5), data.classes, config.data, config.evaluation, {})
+        segmenter = Segmenter(load_network(config, 5), data.classes, config.data, config.evaluation, {})
         fit_alone(config, data, segmenter, world)
         segmenter.network.eval()
         scores = evaluate(segmenter, data, config, world)

@@ -12,7 +12,7 @@ import yaml
 from dpn_cli.config.load import build, merge, read_config
 from dpn_cli.errors import DataError, DpnError
 from support.cli import run_dpn
-from tasks.segment.config import SegmentConfig, finalize, in_steps, resolve
+from tasks.segment.config import SegmentConfig, finalize, resolve, resolve_steps
 from tasks.segment.labels import IGNORE, LabelRule
 from tasks.segment.pairs import ScenePairs, list_digest, take
 from tasks.segment.palette import ade20k, color_of
@@ -58,7 +58,7 @@ def test_smaller_fractions_are_subsets_of_larger_ones_and_reproducible() -> None
 def test_epochs_scale_with_the_images_that_are_left() -> None:
     plain = resolve("ade20k", None, {"data": {"source": "x"}, "epochs": 128}, {})
     built = build(SegmentConfig, plain, "test")
-    steps = {images: in_steps(built, images).schedule.steps for images in (1263, 2526, 5052, 10105, 20210)}
+    steps = {images: resolve_steps(built, images).schedule.steps for images in (1263, 2526, 5052, 10105, 20210)}
     assert list(steps.values()) == [9984, 20096, 40320, 80768, 161_664]
     assert resolve("segment", None, {"data": {"source": "x"}, "schedule": {"steps": 5}}, {})["epochs"] is None
     shorter = resolve("ade20k", None, {"data": {"source": "demo"}, "schedule": {"steps": 240}}, {})["schedule"]

@@ -10,7 +10,7 @@ from PIL import Image
 
 from dpn_cli.config.load import build
 from dpn_cli.errors import DataError, DpnError
-from tasks.segment.config import MaskData, SegmentConfig, in_steps, resolve
+from tasks.segment.config import MaskData, SegmentConfig, resolve, resolve_steps
 from tasks.segment.labels import LabelRule
 from tasks.segment.pairs import FolderPairs, open_pairs
 from tasks.segment.palette import classes_of
@@ -21,10 +21,10 @@ def built(source: str, **changes: object) -> SegmentConfig:
 
 
 def test_the_warm_up_keeps_its_share_of_epochs() -> None:
-    schedule = in_steps(built("demo", epochs=1), 384).schedule
+    schedule = resolve_steps(built("demo", epochs=1), 384).schedule
     assert (schedule.steps, schedule.warmup) == (24, 1)  # the demo's 50 of 1200
     with pytest.raises(DpnError, match="--epochs 1 and schedule.cooldown=100"):
-        in_steps(built("demo", epochs=1, schedule={"cooldown": 100}), 384)
+        resolve_steps(built("demo", epochs=1, schedule={"cooldown": 100}), 384)
 
 
 @pytest.mark.parametrize(

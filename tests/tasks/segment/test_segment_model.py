@@ -22,7 +22,7 @@ from tasks.segment.config import Evaluation, MaskData, SegmentConfig
 from tasks.segment.labels import IGNORE, LabelRule
 from tasks.segment.loader import segment_batches
 from tasks.segment.model import LinearSegmenter, initialize_head
-from tasks.segment.pairs import PairsPart, ScenePairs, list_digest
+from tasks.segment.pairs import PairsSubset, ScenePairs, list_digest
 from tasks.segment.palette import Class
 from tasks.segment.sliding_window import label_map
 from tasks.segment.transforms import SegmentAugmentation
@@ -70,7 +70,7 @@ def test_a_network_is_built_as_the_config_says(tmp_path: Path) -> None:
     tower.pos_embed.data.normal_()
     export_backbone(tower, tmp_path / "tower.safetensors")
     base = {"checkpoint": str(tmp_path / "tower.safetensors"), "arch": None, "pool": None, "drop_path": 0.3}
-    built = train.build_network(segment_config("demo", backbone=base, final_norm=True, head_init="zero"), 5)
+    built = train.load_network(segment_config("demo", backbone=base, final_norm=True, head_init="zero"), 5)
     vit = built.vit
     assert built.final_norm
     assert not head(vit).weight.any()
@@ -81,11 +81,11 @@ def test_a_network_is_built_as_the_config_says(tmp_path: Path) -> None:
     resized = F.interpolate(grid, (4, 4), mode="bilinear", align_corners=False)
     torch.testing.assert_close(vit.pos_embed.detach(), resized.flatten(2).transpose(1, 2), atol=1e-6, rtol=1e-5)
     changed = {"data": {"inputs": "checkpoint"}, "freeze": "stem", "final_norm": False, "seed": 1}
-    other = train.build_network(segment_config("demo", backbone=base, **changed), 5)
+    other = train.load_network(segment_config("demo", backbone=base, **changed), 5)
     assert other.vit.mean == tower.mean != vit.mean
     assert not other.final_norm
     assert not any(name.startswith("patch_embed.") for name in trainable(other))
-    again = train.build_network(segment_config("demo", backbone=base, seed=2), 5)
+    again = train.load_network(segment_config("demo", backbone=base, seed=2), 5)
     assert not torch.equal(head(again.vit).weight, head(other.vit).weight)
 
 
@@ -107,7 +107,7 @@ def test_examples_are_made_as_the_config_says(monkeypatch: pytest.MonkeyPatch) -
     augment = {"ratio": [0.7, 1.5], "cat_max": 0.6, "photometric": False}
     config = segment_config("demo", augment=augment, data={"scale": [300, 70], "flip": False})
     data = train.open_data(config)
-    segmenter = Segmenter(train.build_network(config, 5), data.classes, config.data, config.evaluation, {})
+    segmenter = Segmenter(train.load_network(config, 5), data.classes, config.data, config.evaluation, {})
     seen: list[Any] = []
 
     def batches(*arguments: Any, **_: Any) -> None:
@@ -121,7 +121,7 @@ def test_examples_are_made_as_the_config_says(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_visit_of_an_image_is_another_example() -> None:
-    one = PairsPart(ScenePairs(0, 1), [0] * 4)
+    one = PairsSubset(ScenePairs(0, 1), [0] * 4)
     options = SegmentAugmentation((48, 48), (256, 64))
 
     def steps(seed: int) -> list[torch.Tensor]:

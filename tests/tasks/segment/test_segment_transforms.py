@@ -27,7 +27,7 @@ from tasks.segment.transforms import (
     resize_image,
     resize_part,
     scale_saturation,
-    turn_hue,
+    shift_hue,
 )
 
 
@@ -216,7 +216,7 @@ def test_saturation_matches_the_color_model(factor: float) -> None:
 @pytest.mark.parametrize("steps", [-18, 0, 17])
 def test_hue_matches_the_color_model(steps: int) -> None:
     rgb = torch.randint(0, 256, (3, 1, 200), generator=torch.Generator().manual_seed(1)).float()
-    ours, exact = turn_hue(rgb, steps), 0
+    ours, exact = shift_hue(rgb, steps), 0
     for place in range(rgb.shape[-1]):
         h, s, v = colorsys.rgb_to_hsv(*(rgb[:, 0, place] / 255).tolist())
         rounded = round(h * 180 + steps) / 180 % 1
@@ -230,7 +230,7 @@ def test_hue_matches_the_color_model(steps: int) -> None:
 def test_grey_pixels_stay_grey_under_hue_and_saturation() -> None:
     grey = torch.arange(256.0).expand(3, 1, 256)
     assert torch.equal(scale_saturation(grey, 1.5), grey)
-    assert torch.equal(turn_hue(grey, 9), grey)
+    assert torch.equal(shift_hue(grey, 9), grey)
 
 
 def test_no_draw_changes_nothing() -> None:

@@ -48,7 +48,7 @@ def data(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def untrained(data: Path, tmp_path: Path) -> Path:
+def new_segmenter(data: Path, tmp_path: Path) -> Path:
     """The folder of a run that ended before its first step."""
     vit = load_backbone("mu/16", image_size=64, num_classes=len(CLASS_NAMES), drop_path=0.5, seed=1)
     initialize_head(vit, "lecun_normal", 2)
@@ -81,7 +81,7 @@ def test_weights_are_the_checkpoints_with_and_without_an_arch(tmp_path: Path) ->
     export_backbone(tower, tmp_path / "tower.safetensors")
     for arch in (None, "mu/16"):
         section = {"arch": arch, "checkpoint": str(tmp_path / "tower.safetensors"), "pool": None}
-        vit = training.build_network(segment_config("demo", backbone=section), 5).vit
+        vit = training.load_network(segment_config("demo", backbone=section), 5).vit
         for part in ("blocks", "patch_embed", "norm"):
             ours, theirs = getattr(vit, part).state_dict(), getattr(tower, part).state_dict()
             assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
@@ -90,12 +90,12 @@ def test_weights_are_the_checkpoints_with_and_without_an_arch(tmp_path: Path) ->
 def test_the_networks_options_reach_it() -> None:
     for pool, size in (("tok", 32), ("gap", 64)):
         section = {"pool": pool, "image_size": size, "grad_checkpointing": pool == "tok"}
-        vit = training.build_network(segment_config("demo", backbone=section), 5).vit
+        vit = training.load_network(segment_config("demo", backbone=section), 5).vit
         assert (vit.config.pool, vit.config.image_size, vit.grad_checkpointing) == (pool, (size, size), pool == "tok")
 
 
 def test_seeds_differ_in_their_first_weights() -> None:
-    first, again, other = (training.build_network(segment_config("demo", seed=seed), 5).vit for seed in (1, 1, 2))
+    first, again, other = (training.load_network(segment_config("demo", seed=seed), 5).vit for seed in (1, 1, 2))
     for name, value in first.named_parameters():
         assert torch.equal(value, again.get_parameter(name))
     for name in ("patch_embed.proj.weight", "blocks.0.attn.qkv.weight", "head.weight"):
@@ -105,7 +105,7 @@ def test_seeds_differ_in_their_first_weights() -> None:
 def test_the_config_decides_batches_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     config = segment_config("demo", seed=7, lr=0.123, evaluate_every=20, optim={"weight_decay": 0.5}, batch_size=4)
     data = training.open_data(config)
-    segmenter = Segmenter(training.build_network(config, 5), data.classes, config.data, config.evaluation, {})
+    segmenter = Segmenter(training.load_network(config, 5), data.classes, config.data, config.evaluation, {})
     seen: list[Any] = []
 
     def batches(*arguments: Any, **_: Any) -> Callable[[int], None]:
@@ -157,9 +157,9 @@ def test_a_training_is_scored_with_its_own_runtime_and_rule(
 
 
 def test_eval_scores_the_validation_images_with_its_own_options(
-    untrained: Path, data: Path, scored: list[dict[str, Any]]
+    new_segmenter: Path, data: Path, scored: list[dict[str, Any]]
 ) -> None:
-    base = ["segment", "eval", str(untrained), "--json", "-q"]
+    base = ["segment", "eval", str(new_segmenter), "--json", "-q"]
     assert json.loads(run_dpn(*base, "--precision", "bf16", "-j", "3").stdout)["images"] == 3
     run_dpn(*base)
     expected = {"names": ["0000", "0001", "0002"], "rule": LabelRule(5, 1, 0), "workers": 3, "bf16": True}
@@ -172,7 +172,7 @@ def test_eval_scores_the_validation_images_with_its_own_options(
     assert len(scored) == 2  # found before anything is scored
 
 
-def test_predict_has_its_own_precision(untrained: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predict_has_its_own_precision(new_segmenter: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
 
     def label_map(*arguments: Any) -> torch.Tensor:
@@ -182,12 +182,12 @@ def test_predict_has_its_own_precision(untrained: Path, data: Path, monkeypatch:
     monkeypatch.setattr("tasks.segment.predict.label_map", label_map)
     image = str(data / "images" / "validation" / "0000.jpg")
     for precision in ("bf16", "fp32"):
-        run_dpn("segment", "predict", str(untrained), image, "-o", str(untrained), "--precision", precision)
+        run_dpn("segment", "predict", str(new_segmenter), image, "-o", str(new_segmenter), "--precision", precision)
     assert seen == [True, False]
 
 
-def test_a_loaded_segmenter_drops_nothing(untrained: Path) -> None:
-    segmenter = load_segmenter(str(untrained))
+def test_a_loaded_segmenter_drops_nothing(new_segmenter: Path) -> None:
+    segmenter = load_segmenter(str(new_segmenter))
     assert not any(module.training for module in segmenter.network.modules())
 
 
