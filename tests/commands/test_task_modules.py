@@ -51,7 +51,7 @@ def test_commands_find_their_functions(command: str, attribute: str) -> None:
 
 @pytest.mark.parametrize("command", [name for name in MODULES if name.startswith("data check ")])
 def test_data_checks_have_their_function(command: str) -> None:
-    assert callable(import_module(MODULES[command]).examine)
+    assert callable(import_module(MODULES[command]).check_data)
 
 
 @pytest.mark.parametrize("module", sorted(set(PAGES.values())))
