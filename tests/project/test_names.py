@@ -21,7 +21,7 @@ SHARED = frozenset(
     {"__init__", "base", "cache", "command", "config", "data", "datacheck", "dry_run", "eval_splits", "evaluate"}
     | {"export"}
     | {"gradients", "hub", "loader", "loss", "losses", "options", "page", "page_samples", "pairs", "plan", "predict"}
-    | {"preflight", "prepare", "run", "tables", "train"}
+    | {"preflight", "prepare", "run", "sweep", "tables", "train"}
 )
 # The field says: config, image, dry run, mutant, agreement, finalize, log.
 FORBIDDEN = re.compile(r"recipe|picture|rehears|breakage|nearness|\b(settle|heard|spoken|print_cells)\b", re.IGNORECASE)
