@@ -36,7 +36,7 @@ def add_command(app: typer.Typer, name: str, training: TrainCommand) -> None:
             if arguments["print_config"]:
                 print(dump(config), end="")
                 return
-            if isinstance(config, CompareConfig) and (warning := config.unused()):
+            if isinstance(config, CompareConfig) and (warning := config.unused_checkpoint_warning()):
                 console.warn(warning)
             options = _launch_options(config, arguments)
             config, trainer = load_trainer(training, config, console, dry_run=arguments["dry_run"])
@@ -86,7 +86,7 @@ def _launch_options(config: Any, arguments: Mapping[str, Any]) -> dict[str, Any]
     is_given = {starts: launch.starts_processes, f"--trial {trial}": trial is not None}
     is_given["--list-trials"] = arguments["list_trials"]
     given_options = [option for option, was in is_given.items() if was]
-    if given_options and not getattr(config, "several", True):
+    if given_options and not getattr(config, "is_sweep", True):
         raise DpnError(f"{given_options[0]}: this is one training; --compare and --seeds make several")
     if len(given_options) > 1:
         raise DpnError(f"{' '.join(given_options)}: each says who does the work; pass one of them")
@@ -122,7 +122,7 @@ def load_trainer(
     training: TrainCommand, config: Any, console: Console, *, dry_run: bool = False
 ) -> tuple[Any, TrainingModule]:
     """Return the final config and the module that trains by it; for a sweep the runner, which finalizes each config."""
-    if isinstance(config, SweepConfig) and config.several:
+    if isinstance(config, SweepConfig) and config.is_sweep:
         from dpn_cli.sweep.runner import SweepRunner, SweepTrainer  # torch loads here
 
         command = next(words for words, other in TRAIN_COMMANDS.items() if other is training)

@@ -124,11 +124,12 @@ def _network_settings(backbone: BackboneConfig, network: str) -> dict[str, Any]:
     """
     plain = backbone.model_dump()
     for key, value in settings_of(network).items():
-        first, _, rest = key.partition(".")
-        if first not in plain:
-            raise ValueError(f"{network!r}: {first} is no key; use {', '.join(plain)}{did_you_mean(first, plain)}")
-        section = plain[first] if isinstance(plain[first], dict) else {}
-        plain[first] = {**section, rest: value} if rest else value
+        section_key, _, nested_key = key.partition(".")
+        if section_key not in plain:
+            suggestion = did_you_mean(section_key, plain)
+            raise ValueError(f"{network!r}: {section_key} is no key; use {', '.join(plain)}{suggestion}")
+        section = plain[section_key] if isinstance(plain[section_key], dict) else {}
+        plain[section_key] = {**section, nested_key: value} if nested_key else value
     if isinstance(plain["checkpoint"], str):
         plain["checkpoint"] = fill_checkpoint_name(plain["checkpoint"], plain)
     return plain
@@ -169,20 +170,20 @@ class CompareConfig(Config):
         return folders_of(self.networks)
 
     @property
-    def versus(self) -> str:
-        """The networks in the name of the comparison's folder."""
+    def joined_networks(self) -> str:
+        """The names of the networks, joined for the name of a folder."""
         return "-vs-".join(self.folders.values())[: 2 * LONGEST]
 
-    def unused(self) -> str | None:
-        """Return a warning of a checkpoint that no network has, because each of them names its own."""
-        place = self.backbone.checkpoint
-        if place in (None, "none") or not self.compare:
+    def unused_checkpoint_warning(self) -> str | None:
+        """Return a warning about a checkpoint that is unused because every network names its own; None otherwise."""
+        checkpoint = self.backbone.checkpoint
+        if checkpoint in (None, "none") or not self.compare:
             return None
         if any("checkpoint" not in settings_of(network) for network in self.compare):
             return None
-        return f"--checkpoint {place}: not used, because every network of --compare has a checkpoint of its own"
+        return f"--checkpoint {checkpoint}: not used, because every network of --compare has a checkpoint of its own"
 
-    def each(self) -> dict[str, Self]:
+    def by_network(self) -> dict[str, Self]:
         """Return the config of each network, by its name, without the comparison.
 
         ``{stem}`` in the name of the checkpoint, and any other key in braces, is that of the network; ``B/16`` is B-16.
@@ -218,10 +219,10 @@ class SweepConfig(CompareConfig, TrainingConfig):
         return check_distinct(seeds)
 
     @property
-    def several(self) -> bool:
-        """Return whether the config is for more than one training."""
+    def is_sweep(self) -> bool:
+        """True for a config of more than one training."""
         return bool(self.compare or self.seeds)
 
-    def with_seeds(self) -> dict[int, Self]:
+    def by_seed(self) -> dict[int, Self]:
         """Return the config of each training of one network, by its seed."""
         return {seed: self.model_copy(update={"seed": seed, "seeds": ()}) for seed in self.seeds or (self.seed,)}

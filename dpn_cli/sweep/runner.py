@@ -111,11 +111,11 @@ class SweepRunner:
 
     def _trials(self, config: SweepConfig, console: Console, dry_run: bool = False) -> list[Trial]:
         trials = []
-        for name, network_config in config.each().items():
+        for name, network_config in config.by_network().items():
             with prefix_errors(name):
                 finalized = self.finalize(network_config, console, dry_run)
                 backbone = with_own_stem(finalized.backbone, console)
-            for seed, trial_config in finalized.model_copy(update={"backbone": backbone}).with_seeds().items():
+            for seed, trial_config in finalized.model_copy(update={"backbone": backbone}).by_seed().items():
                 network, folder = (name, f"{config.folders[name]}/") if config.compare else (backbone.stem, "")
                 trials.append(Trial(network, seed, f"{folder}seed{seed}", trial_config))
         return trials
@@ -126,9 +126,9 @@ class SweepRunner:
         if not config.compare:
             sweep_name = f"{name}-{len(trials)}-seeds"
         elif config.backbone.arch or config.backbone.checkpoint:
-            sweep_name = run_name(config.backbone, config.versus)
+            sweep_name = run_name(config.backbone, config.joined_networks)
         else:
-            sweep_name = config.versus
+            sweep_name = config.joined_networks
         return folder.with_name(folder.name.replace(name, sweep_name, 1))
 
     def _load_networks(self, run: Run[SweepConfig], trials: Sequence[Trial]) -> None:

@@ -1,4 +1,4 @@
-"""Scheduler of work: in order, each after its requirements, as many at once as there are slots."""
+"""Scheduler of work: in order, after its requirements, in as many slots as the engine has."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ class Backend(Protocol):
     slots: int
 
     def has_room(self, work: Work) -> bool:
-        """Return whether work can begin now, if a slot is free."""
+        """Return whether work can start now, given a free slot."""
 
     def start(self, work: Work, slot: int) -> None:
-        """Begin to run work in a slot that is free."""
+        """Start work in a slot that is free."""
 
-    def ended(self, seconds: float) -> list[tuple[str, int]]:
-        """Return names and exit codes of work that has ended, as soon as there is any or the time has passed."""
+    def wait_finished(self, seconds: float) -> list[tuple[str, int]]:
+        """Wait up to `seconds` for work to finish; return names and exit codes of what has finished."""
 
     def stop(self) -> None:
-        """Stop all that runs, with its state saved, and return when it has ended."""
+        """Stop all running work with its state saved, and return when it has ended."""
 
     def log_of(self, name: str) -> Path:
-        """Return the file that holds what work prints."""
+        """Return the file of work's output."""
 
     def close(self) -> None:
-        """Let go of what runs the work, when all of it has ended."""
+        """Release the engine when all work has ended."""
 
 
 def run_all(
@@ -61,20 +61,20 @@ def run_all(
     on_end: Callable[[Work, int], None],
     check: Callable[[], None],
 ) -> list[Work]:
-    """Run work until nothing is left that can run; return what was not begun, for it needs work that failed.
+    """Run work until nothing more can start; return the work that was not started because it needs work that failed.
 
-    Names in `after` that are not among the work count as done. `on_end` gets the exit code. `check` is called all the
-    time; where it raises, everything is stopped first.
+    Names in `after` that are not among the work count as done. `on_end` gets the exit code. `check` is called
+    between waits; when it raises, all work is stopped first.
     """
     waiting = {work.name: work for work in works}
     running: dict[str, tuple[Work, int]] = {}
     free = list(range(backend.slots))
-    lost: set[str] = set()
+    failed: set[str] = set()
     try:
         while True:
             check()
-            open_ = {*waiting, *running, *lost}
-            ready = [work for work in waiting.values() if not open_.intersection(work.after)]
+            unfinished = {*waiting, *running, *failed}
+            ready = [work for work in waiting.values() if not unfinished.intersection(work.after)]
             for work in ready:
                 if free and backend.has_room(work):
                     del waiting[work.name]
@@ -83,11 +83,11 @@ def run_all(
                     backend.start(*running[work.name])
             if not running:
                 return list(waiting.values())
-            for name, code in backend.ended(POLL_SECONDS):
+            for name, code in backend.wait_finished(POLL_SECONDS):
                 work, slot = running.pop(name)
                 free.append(slot)
                 if code:
-                    lost.add(name)
+                    failed.add(name)
                 on_end(work, code)
     finally:
         if running:

@@ -51,7 +51,7 @@ def show(result: dict[str, Any]) -> None:
 
 def default_folder(config: VtabConfig) -> Path:
     """Return runs/vtab/ARCH-STEM, so that every network, and the demo, has a folder of its own."""
-    return Path("runs") / ("vtab_demo" if config.demo else "vtab") / run_name(config.backbone, config.versus)
+    return Path("runs") / ("vtab_demo" if config.demo else "vtab") / run_name(config.backbone, config.joined_networks)
 
 
 def _dry_run(run: Run[VtabConfig], launch: LaunchOptions) -> None:

@@ -173,7 +173,7 @@ def finalize(config: VtabConfig) -> VtabConfig:
     weights: VTAB measures what pre-training brings.
     """
     choose_tasks(config.data.tasks, config.demo)
-    networks = [each.backbone for each in config.each().values()]
+    networks = [each.backbone for each in config.by_network().values()]
     patch = math.lcm(*(parse_arch(network.arch)[1] for network in networks if network.arch))
     fits = config.demo and SCRATCH_PIXELS % patch == 0  # an unusual patch size is refused with the image size
     pixels = math.ceil(DEMO_PIXELS / patch) * patch if fits else SCRATCH_PIXELS
@@ -189,6 +189,6 @@ def finalize(config: VtabConfig) -> VtabConfig:
         )
         backbone = backbone.model_copy(update={"checkpoint": start.checkpoint})
     settled = config.model_copy(update={"backbone": backbone})
-    sizes = {check_start(each.backbone, pixels).image_size for each in settled.each().values()}
+    sizes = {check_start(each.backbone, pixels).image_size for each in settled.by_network().values()}
     size = sizes.pop() if len(sizes) == 1 else backbone.image_size
     return settled.model_copy(update={"backbone": backbone.model_copy(update={"image_size": size})})

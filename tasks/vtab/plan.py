@@ -24,7 +24,7 @@ def estimate(config: VtabConfig, ranks: int) -> tuple[list[Cost], str]:
     device, rate = measure_device(config.runtime)
     seconds = 1 / (TRAINING_FRACTION * rate)  # of a FLOP
     costs = []
-    for name, network in config.each().items():
+    for name, network in config.by_network().items():
         checkpoint = network.backbone.checkpoint or "none"
         start = check_start(network.backbone.model_copy(update={"checkpoint": checkpoint}))
         model = backbone_of(start, num_classes=max(task.classes for task in tasks))

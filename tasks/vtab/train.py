@@ -52,7 +52,7 @@ def check_crops(config: VtabConfig, tasks: Sequence[Task], console: Console) -> 
 
 def load_network(config: VtabConfig, network: str, classes: int) -> Backbone:
     """Load the config's network of that name, with a zero head. Raises the errors of `load_backbone`."""
-    return backbone_of(config.each()[network].backbone, num_classes=classes)
+    return backbone_of(config.by_network()[network].backbone, num_classes=classes)
 
 
 class Trainer:
@@ -78,7 +78,7 @@ class Trainer:
         if config.runtime.compile:
             torch.compiler.reset()  # the compiler gives up after eight head sizes; VTAB has fifteen
         self.trainable = engine.prepare(self.model, config.runtime, world)
-        self.scratch = config.each()[network].backbone.checkpoint == "none"
+        self.scratch = config.by_network()[network].backbone.checkpoint == "none"
         self.first = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.micro_batch = MicroBatch.choose(config.runtime, world.most(config.batch_size), self.model, world.device)
         self._pixels: dict[tuple[str, bool], PixelSet] = {}

@@ -105,8 +105,8 @@ def small(*settings: str) -> HighresConfig:
 
 def results_of(config: SweepConfig, scores: dict[str, list[float | None]]) -> dict[str, Any]:
     runs, results, failed = [], {}, {}
-    for name, each in config.each().items():
-        for seed, score in zip(each.with_seeds(), scores[name], strict=True):
+    for name, each in config.by_network().items():
+        for seed, score in zip(each.by_seed(), scores[name], strict=True):
             folder = f"{name}/{seed}"
             runs.append(Trial(name, seed, folder))
             if score is None:
@@ -323,16 +323,21 @@ def test_a_value_may_hold_commas_and_checkpoints_are_named_by_any_key() -> None:
     config = config.model_copy(
         update={"backbone": config.backbone.model_copy(update={"checkpoint": "w/{arch}-{stem}.npz"})}
     )
-    networks = [each.backbone.checkpoint for each in config.each().values()]
+    networks = [each.backbone.checkpoint for each in config.by_network().values()]
     assert networks == ["w/B-16-none.npz", "own.npz"]
-    assert config.unused() is None
+    assert config.unused_checkpoint_warning() is None
     own = small("compare=['checkpoint=a', 'checkpoint=b']", "backbone.checkpoint=x")
-    assert own.unused() == ("--checkpoint x: not used, because every network of --compare has a checkpoint of its own")
-    assert small("compare=['checkpoint=a', 'checkpoint=b']", "backbone.checkpoint=none").unused() is None
+    assert own.unused_checkpoint_warning() == (
+        "--checkpoint x: not used, because every network of --compare has a checkpoint of its own"
+    )
+    assert (
+        small("compare=['checkpoint=a', 'checkpoint=b']", "backbone.checkpoint=none").unused_checkpoint_warning()
+        is None
+    )
     twins = small("compare=['checkpoint=a/b', 'checkpoint=a-b']")
     assert len(set(twins.folders.values())) == 2
     with pytest.raises(DpnError, match=r"compare: 'image_size=512': data.eval_resize"):
-        small("compare=['image_size=512', none]", "data.eval_resize=384").each()
+        small("compare=['image_size=512', none]", "data.eval_resize=384").by_network()
 
 
 def test_networks_of_vtab_differ_in_any_key() -> None:

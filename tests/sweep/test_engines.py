@@ -98,13 +98,13 @@ def test_a_lost_ray_node_with_the_command_on_it_is_reported(tmp_path: Path, monk
     monkeypatch.setattr("ray.wait", wait)
     monkeypatch.setattr(ray_engine, "_nodes", lambda: nodes)
     cluster = object.__new__(ray_engine.RayCluster)
-    cluster._running, cluster._here = {"reference": Work("work", ())}, "here"
-    assert cluster.ended(0.5) == []
+    cluster._running, cluster._driver_node = {"reference": Work("work", ())}, "here"
+    assert cluster.wait_finished(0.5) == []
     nodes[1]["Alive"] = False
-    assert cluster.ended(0.5) == []
+    assert cluster.wait_finished(0.5) == []
     nodes[0]["Alive"] = False
     with pytest.raises(WorkerError, match="this machine's node of the cluster is lost"):
-        cluster.ended(0.5)
+        cluster.wait_finished(0.5)
     cluster.stop()  # there is nothing to wait for
     assert waited == [["reference"]] * 3
 
@@ -121,7 +121,7 @@ def test_jobs_that_ray_has_lost_restart_on_another_node(monkeypatch: pytest.Monk
     monkeypatch.setattr("ray.wait", lambda work, **how: (work, []))
     monkeypatch.setattr("ray.get", get)
     cluster = object.__new__(ray_engine.RayCluster)
-    cluster._running, cluster._lost, cluster._parts = {}, 0, 1
+    cluster._running, cluster._restarts, cluster._per_gpu = {}, 0, 1
 
     def submit(work: Work) -> None:
         begun.append(work)
@@ -129,7 +129,7 @@ def test_jobs_that_ray_has_lost_restart_on_another_node(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(cluster, "_submit", submit)
     submit(Work("work", ()))
-    assert [cluster.ended(0.5) for _ in range(3)] == [[], [], [("work", 6)]]
+    assert [cluster.wait_finished(0.5) for _ in range(3)] == [[], [], [("work", 6)]]
     assert [work.name for work in begun] == ["work"] * 3
 
 
@@ -169,10 +169,10 @@ def test_a_job_out_of_memory_on_a_shared_gpu_gets_one_of_its_own_from_ray(
     assert started == ["local"]  # without an address no cluster is looked for
     assert cluster.slots == 6
     cluster.start(Work("work", ("pretrain",)), 0)
-    assert cluster.ended(0.5) == []
-    assert cluster.ended(0.5) == [("work", 4)]
+    assert cluster.wait_finished(0.5) == []
+    assert cluster.wait_finished(0.5) == [("work", 4)]
     assert asked == [(("pretrain",), 3, 0.3333), (("pretrain",), 1, 1)]
-    assert told == ["work: out of memory beside others on a GPU; once more, alone"]
+    assert told == ["work: out of memory on a shared GPU; restarted on a whole one"]
     assert backend_of(replace(launch, jobs=4), tmp_path, [], told.append).slots == 4
     monkeypatch.setattr("ray.cluster_resources", dict)
     with pytest.raises(DpnError, match="--jobs-per-gpu 3: the Ray cluster has no GPU; pass --jobs"):
@@ -184,7 +184,7 @@ def test_a_process_of_a_node_receives_its_fraction_of_the_gpu(tmp_path: Path, mo
         sys, "executable", write_program(tmp_path / "python", "import os; print(os.environ.get('DPN_GPU_SHARE'))")
     )
     for parts, told in ((3, "3\n"), (1, "None\n")):
-        assert ray_engine._work((), str(tmp_path / f"log{parts}"), str(tmp_path), parts) == 0
+        assert ray_engine._run_command((), str(tmp_path / f"log{parts}"), str(tmp_path), parts) == 0
         assert (tmp_path / f"log{parts}").read_text() == told
 
 
@@ -225,15 +225,15 @@ class _Queue:
 
 
 def test_a_slurm_job_that_received_a_stop_signal_is_requeued(tmp_path: Path) -> None:
-    from dpn_cli.sweep.engines.slurm import AGAIN, Slurm
+    from dpn_cli.sweep.engines.slurm import REQUEUES, Slurm
 
-    cases: list[tuple[Iterable[int], int, int]] = [([75, 75, 0], 0, 3), ([75, 5], 5, 2), (repeat(75), 75, AGAIN)]
+    cases: list[tuple[Iterable[int], int, int]] = [([75, 75, 0], 0, 3), ([75, 5], 5, 2), (repeat(75), 75, REQUEUES)]
     for codes, ends, submitted in cases:
         slurm = Slurm(1, tmp_path, {"cluster": "local"})
         queue: Any = _Queue(iter(codes))
         slurm._executor = queue
         slurm.start(Work("work", ("finetune", "vtab")), 0)
-        rounds = [slurm.ended(0.0) for _ in range(submitted)]
+        rounds = [slurm.wait_finished(0.0) for _ in range(submitted)]
         assert rounds == [[]] * (submitted - 1) + [[("work", ends)]]
         assert queue.lines == [("finetune", "vtab")] * submitted
 
@@ -303,7 +303,7 @@ def preempted(folder: Path) -> None:
     ended: list[tuple[str, int]] = []
     interrupted = False
     while not ended:
-        ended = slurm.ended(0.1)
+        ended = slurm.wait_finished(0.1)
         if not interrupted and (folder / "begun").exists():
             (task,) = child_processes(int(slurm._jobs["work"].job_id))
             os.kill(task, LocalJobEnvironment._usr_sig())

@@ -140,9 +140,9 @@ def test_a_gpu_is_never_given_more_than_it_has(seed: int) -> None:
                 shares.take(work)
                 waiting.remove(work)
                 running[work.name] = work
-        on = [[name for name, share in shares.dealt.items() if share.gpu == gpu] for gpu in range(len(cards))]
+        on = [[name for name, share in shares.allocated.items() if share.gpu == gpu] for gpu in range(len(cards))]
         for gpu, names in enumerate(on):
-            alone = [name for name in names if shares.dealt[name].measures or name in whole]
+            alone = [name for name in names if shares.allocated[name].measures or name in whole]
             assert len(names) <= 8
             if not whole.intersection(names):  # which wait for the others to end
                 assert not alone or len(names) == 1
@@ -150,28 +150,28 @@ def test_a_gpu_is_never_given_more_than_it_has(seed: int) -> None:
                     cards[gpu].memory
                 )
         name = draw.choice(sorted(running))
-        work, share = running[name], shares.dealt[name]
+        work, share = running[name], shares.allocated[name]
         if share.measures:
             memory = cards[share.gpu].memory
-            shares.learn(work, parts_that_fit(memory, min(takes[work.network], int(0.9 * memory)), shares.most))
+            shares.set_parts(work, parts_that_fit(memory, min(takes[work.network], int(0.9 * memory)), shares.most))
         elif name not in whole and draw.random() < 0.1 and shares.take_whole(work):
             whole.add(name)
         elif name not in whole or all(other in whole for other in on[share.gpu]):
-            shares.give_back(work)
+            shares.release(work)
             del running[name]
             done.append(name)
     assert sorted(done) == sorted(map(str, range(100)))
     assert whole
-    assert not shares.dealt
+    assert not shares.allocated
 
 
 def test_a_number_is_the_count_of_processes_per_gpu() -> None:
     shares = Shares([Gpu("0", 80 * GB), Gpu("1", 80 * GB)], 2)
     works = [Work(str(number), ()) for number in range(4)]
     assert [shares.take(work).gpu for work in works] == [0, 1, 0, 1]
-    assert [shares.dealt[work.name].lane for work in works] == [0, 0, 1, 1]
+    assert [shares.allocated[work.name].lane for work in works] == [0, 0, 1, 1]
     assert shares.find(Work("5", ())) is None
-    shares.give_back(works[1])
+    shares.release(works[1])
     found = shares.find(Work("5", ()))
     assert found
     assert (found.gpu, found.parts, found.lane, found.measures) == (1, 2, 0, False)
@@ -234,9 +234,9 @@ def test_processes_start_after_the_first_and_one_out_of_memory_gets_a_gpu_of_its
         ["a", "wide", "fails", "other"], ["a", "fails", "wide", "other"]
     )  # fmt: skip
     assert told[0] == "a takes 5.0 of the 24 GB of GPU GPU-7: 4 at once there"
-    again = sorted(line for line in told if "once more" in line)
+    again = sorted(line for line in told if "restarted" in line)
     assert again == [
-        f"{name}: out of memory beside others on a GPU; once more, alone ({backend.log_of(name)})"
+        f"{name}: out of memory on a shared GPU; restarted on a whole one ({backend.log_of(name)})"
         for name in ("fails", "wide")
     ]
 

@@ -41,7 +41,7 @@ class Simulated:
         self.running[work.name] = slot
         self.order.append(work.name)
 
-    def ended(self, seconds: float) -> list[tuple[str, int]]:
+    def wait_finished(self, seconds: float) -> list[tuple[str, int]]:
         count = self.random.randint(0, len(self.running))
         names = self.random.sample(sorted(self.running), count)
         for name in names:

@@ -16,14 +16,14 @@ from typing import IO, Any
 from dpn_cli import __version__
 from dpn_cli.run.process import PARENT
 
-# Entries of a folder of data by which copies of it are told apart.
-LOOKED_AT = 2000
+# Files of a data folder that enter its digest.
+DIGESTED_FILES = 2000
 
 
 def start_command(
     line: tuple[str, ...], log: IO[bytes], folder: str, variables: Mapping[str, str] = MappingProxyType({})
 ) -> subprocess.Popen[bytes]:
-    """Start a command line in a folder, with some more environment variables.
+    """Start a command line in a folder, with additional environment variables.
 
     The process saves its state and ends when this one dies (Linux).
     """
@@ -39,7 +39,7 @@ def start_command(
 
 
 def save_and_end(process: subprocess.Popen[Any], number: signal.Signals) -> None:
-    """Tell a process to save its state, and wait for its end. May be called while the process is waited for."""
+    """Have a process save its state, and wait for its end. Safe while another thread waits for the process."""
     try:
         process.send_signal(number)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -48,20 +48,20 @@ def save_and_end(process: subprocess.Popen[Any], number: signal.Signals) -> None
 
 
 def inspect_node(folder: str, run: str, sources: Iterable[str]) -> dict[str, str]:
-    """Return what has to be the same on all nodes: this program, a run's folder, and the data at their places."""
+    """Return the facts that all nodes share: version of this program, run folder, and digests of the data."""
     base = Path(folder)
     return {
         "version of dpn": __version__,
         f"run folder {run}": "there" if (base / run / "run.json").is_file() else "not there",
-        **{f"data {source}": _entries(base / Path(source).expanduser()) for source in sources},
+        **{f"data {source}": _digest_files(base / Path(source).expanduser()) for source in sources},
     }
 
 
-def _entries(place: Path) -> str:
-    """Return a digest of names and sizes of the first files below a place."""
-    if not place.exists():
+def _digest_files(path: Path) -> str:
+    """Return a digest of names and sizes of the first files below a path."""
+    if not path.exists():
         return "not there"
-    files = sorted(place.rglob("*")) if place.is_dir() else [place]
-    first = islice((path for path in files if path.is_file()), LOOKED_AT)
-    told = [f"{path.relative_to(place)} {path.stat().st_size}" for path in first]
-    return hashlib.sha256("\n".join(told).encode("utf-8", "backslashreplace")).hexdigest()[:12]
+    entries = sorted(path.rglob("*")) if path.is_dir() else [path]
+    files = islice((entry for entry in entries if entry.is_file()), DIGESTED_FILES)
+    lines = [f"{file.relative_to(path)} {file.stat().st_size}" for file in files]
+    return hashlib.sha256("\n".join(lines).encode("utf-8", "backslashreplace")).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""The back ends by the names that ``--engine`` gives them."""
+"""Engines by their names in ``--engine``."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ def check_sharing(launch: LaunchOptions) -> None:
         raise DpnError(f"--jobs-per-gpu {launch.jobs_per_gpu} --resources num_gpus: pass one of them")
 
 
-def backend_of(launch: LaunchOptions, logs: Path, sources: list[str], say: Logger) -> Backend:
-    """Return what runs several command lines at once, as a `launch` says.
+def backend_of(launch: LaunchOptions, logs: Path, sources: list[str], notify: Logger) -> Backend:
+    """Return the engine of a `launch`.
 
     Args:
-        launch: how many at once, on which engine, with which resources.
-        logs: folder of what they print, on a file system that all nodes have.
-        sources: places of the data; a node that does not have the same there is refused.
-        say: is told what happens with GPUs.
+        launch: the engine, its number of processes and its resources.
+        logs: folder of their output, on a file system that all nodes have.
+        sources: paths of the data; a node with other data is refused.
+        notify: receives messages about GPUs.
 
-    Raises `DpnError` when the engine is not installed, not reachable or does not know a setting.
+    Raises `DpnError` when the engine is not installed, not reachable, or does not know a setting.
     """
     settings, jobs = dict(launch.resources), launch.jobs or 1
     if launch.engine == "local":
         if settings:
             raise DpnError(f"--resources {next(iter(settings))}: goes with --engine ray or slurm")
-        return _local(launch, logs, say)
+        return _local(launch, logs, notify)
     try:
         if launch.engine == "ray":
             from dpn_cli.sweep.engines.ray import RayCluster
 
             assert launch.jobs_per_gpu != "auto", "check_sharing refuses it"
-            return RayCluster(launch.jobs, logs, settings, sources, launch.jobs_per_gpu, say)
+            return RayCluster(launch.jobs, logs, settings, sources, launch.jobs_per_gpu, notify)
         from dpn_cli.sweep.engines.slurm import Slurm
 
         return Slurm(jobs, logs, settings)
@@ -64,11 +64,11 @@ def backend_of(launch: LaunchOptions, logs: Path, sources: list[str], say: Logge
         ) from error
 
 
-def _local(launch: LaunchOptions, logs: Path, say: Logger) -> Processes:
+def _local(launch: LaunchOptions, logs: Path, notify: Logger) -> Processes:
     gpus, jobs = visible_gpus()[: launch.jobs], launch.jobs
     if launch.jobs_per_gpu is None:
         jobs = jobs or 1
-        return Processes(jobs, logs, Shares(gpus, -(-jobs // len(gpus))) if gpus else None, say)
+        return Processes(jobs, logs, Shares(gpus, -(-jobs // len(gpus))) if gpus else None, notify)
     shares = Shares(gpus, launch.jobs_per_gpu)
     room = shares.most * len(gpus)
-    return Processes(min(jobs or room, room), logs, shares, say)
+    return Processes(min(jobs or room, room), logs, shares, notify)

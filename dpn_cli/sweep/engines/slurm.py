@@ -1,4 +1,4 @@
-"""Runs work as jobs of SLURM, through submitit: one array, requeued when it is preempted or its time is over."""
+"""Engine that runs work as SLURM jobs through submitit: one array, requeued on preemption and time-out."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from dpn_cli.errors import DpnError, StoppedError
 from dpn_cli.sweep.engines import node
 from dpn_cli.sweep.scheduler import Work
 
-# Times that a job is queued again after its time was over.
-AGAIN = 100
-# Seconds between two looks at the jobs, and those that a job has to save its state.
-LOOK_EVERY, NOTICE = 1.0, 120
+# Requeues of a job after its time limit.
+REQUEUES = 100
+# Seconds between two checks of the jobs, and for a job to save its state.
+POLL_SECONDS, SAVE_TIMEOUT = 1.0, 120
 CLUSTER = "cluster"
 
 
@@ -33,24 +33,24 @@ class Command:
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def __call__(self) -> int:
-        """Run it and return its exit code."""
+        """Run the command and return its exit code."""
         with Path(self.log).open("ab") as file:
             self.process = node.start_command(self.line, file, self.folder)
             return self.process.wait()
 
     def checkpoint(self) -> submitit.helpers.DelayedSubmission:
-        """Have the state saved, and return what goes on from there."""
+        """Have the state saved, and return the command that resumes from it."""
         if self.process is not None:
             node.save_and_end(self.process, signal.SIGUSR1)
         return submitit.helpers.DelayedSubmission(Command(self.line, self.log, self.folder))
 
 
 class Slurm:
-    """Runs command lines as the jobs of an array, of which SLURM starts up to `slots` at once.
+    """Runs command lines as the jobs of an array; SLURM starts up to `slots` at once.
 
     Args:
-        slots: how many at once.
-        logs: folder of what they print, ``LOGS/NAME.log``, which every node has.
+        slots: number of jobs at once.
+        logs: folder of their output, ``LOGS/NAME.log``, on a file system that every node has.
         settings: parameters of submitit, such as ``timeout_min``, ``gpus_per_node`` or ``slurm_partition``; ``cluster``
             is ``slurm``, or ``local`` for processes of this machine.
 
@@ -60,56 +60,56 @@ class Slurm:
     def __init__(self, slots: int, logs: Path, settings: Mapping[str, Any]) -> None:
         self.slots, self.logs = slots, logs.absolute()
         parameters = {"name": "dpn", "timeout_min": 1440, "slurm_array_parallelism": slots}
-        parameters |= {"slurm_signal_delay_s": NOTICE, **settings}
+        parameters |= {"slurm_signal_delay_s": SAVE_TIMEOUT, **settings}
         cluster = str(parameters.pop(CLUSTER, "slurm"))
         try:
             self._executor = submitit.AutoExecutor(
-                self.logs / "jobs", cluster=cluster, slurm_max_num_timeout=AGAIN, local_max_num_timeout=AGAIN
+                self.logs / "jobs", cluster=cluster, slurm_max_num_timeout=REQUEUES, local_max_num_timeout=REQUEUES
             )
             self._executor.update_parameters(**parameters)
         except (RuntimeError, ValueError, TypeError, NameError) as error:
             raise DpnError(f"--engine slurm: {' '.join(str(error).split())}") from error
         self._waiting: list[tuple[str, Command]] = []
         self._jobs: dict[str, submitit.Job[int]] = {}
-        self._begun: dict[str, Command] = {}
-        self._again = 0
+        self._commands: dict[str, Command] = {}
+        self._submissions = 0
 
     def log_of(self, name: str) -> Path:
         """Return the file that holds what a process prints."""
         return self.logs / f"{name.replace('/', '-')}.log"
 
     def has_room(self, work: Work) -> bool:
-        """Tell that work can begin: SLURM has it wait for a node."""
+        """Return True: SLURM queues work until a node is free."""
         return True
 
     def start(self, work: Work, slot: int) -> None:
-        """Begin to run work; what begins at the same time is one array."""
+        """Queue work; work that is started together becomes one array."""
         log = self.log_of(work.name)
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_bytes(b"")
         self._waiting.append((work.name, Command(work.line, str(log), str(Path.cwd()))))
 
-    def ended(self, seconds: float) -> list[tuple[str, int]]:
-        """Return names and exit codes of work that has ended, as soon as there is any or the time has passed."""
+    def wait_finished(self, seconds: float) -> list[tuple[str, int]]:
+        """Wait up to `seconds` for work to finish; return names and exit codes of what has finished."""
         self._submit()
-        done = [name for name, job in self._jobs.items() if job.done()]
-        if not done:
-            time.sleep(min(seconds, LOOK_EVERY))
-        codes = [(name, self._code(name, self._jobs.pop(name))) for name in done]
+        finished = [name for name, job in self._jobs.items() if job.done()]
+        if not finished:
+            time.sleep(min(seconds, POLL_SECONDS))
+        codes = [(name, self._exit_code(name, self._jobs.pop(name))) for name in finished]
         for name, code in codes:
             if self._is_stopped(code):
-                self._waiting.append((name, self._begun[name]))
+                self._waiting.append((name, self._commands[name]))
         return [(name, code) for name, code in codes if not self._is_stopped(code)]
 
     def stop(self) -> None:
-        """Tell all work to save its state and to end, and wait for it."""
+        """Have all work save its state and end, and wait for it."""
         for job in self._jobs.values():
             job.cancel(check=False)
         while not all(job.done() for job in self._jobs.values()):
-            time.sleep(LOOK_EVERY)
+            time.sleep(POLL_SECONDS)
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Release nothing."""
 
     def _submit(self) -> None:
         if self._waiting:
@@ -121,16 +121,16 @@ class Slurm:
             except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError, OSError) as error:
                 raise DpnError(f"--engine slurm: {' '.join(str(error).split())}") from error
             self._jobs |= dict(zip(names, jobs, strict=True))
-            self._begun |= dict(zip(names, commands, strict=True))
-            self._again += 1
+            self._commands |= dict(zip(names, commands, strict=True))
+            self._submissions += 1
 
     def _is_stopped(self, code: int) -> bool:
-        """Return whether the work was told to stop on its node, and is to go on elsewhere."""
-        return code == StoppedError(signal.SIGTERM).exit_code and self._again < AGAIN
+        """Return whether the work was stopped on its node and resumes elsewhere."""
+        return code == StoppedError(signal.SIGTERM).exit_code and self._submissions < REQUEUES
 
-    def _code(self, name: str, job: submitit.Job[int]) -> int:
+    def _exit_code(self, name: str, job: submitit.Job[int]) -> int:
         try:
             return job.result()
-        except Exception as error:  # whatever the node raised comes here, with its traceback as text
-            told = str(error).strip().splitlines() or ["no message"]
-            raise DpnError(f"--engine slurm: {name}, job {job.job_id}: {told[-1]} ({job.paths.stderr})") from error
+        except Exception as error:  # any error of the node, with its traceback as text
+            lines = str(error).strip().splitlines() or ["no message"]
+            raise DpnError(f"--engine slurm: {name}, job {job.job_id}: {lines[-1]} ({job.paths.stderr})") from error

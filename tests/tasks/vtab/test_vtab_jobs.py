@@ -47,7 +47,7 @@ class InProcess:
         self.log_of(work.name).write_text(done.stderr)
         self.done.append((work.name, done.exit_code))
 
-    def ended(self, seconds: float) -> list[tuple[str, int]]:
+    def wait_finished(self, seconds: float) -> list[tuple[str, int]]:
         done, self.done = self.done, []
         return done
 
