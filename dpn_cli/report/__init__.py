@@ -1,1 +1,1 @@
-"""Pages that explain a run: what is on them, the charts, and the file that holds all of it."""
+"""Report pages of runs: their content, charts and HTML file."""

@@ -1,4 +1,4 @@
-"""Charts by matplotlib: their styles, an SVG to stand inside a page, and a PNG to lie beside it.
+"""Charts by matplotlib: their styles, an SVG inside the page, and a PNG file next to it.
 
 The SVG takes its text colour from the page, for light and dark paper. Equal numbers give equal bytes.
 """
@@ -38,8 +38,8 @@ from dpn_cli.report.content import (
 from dpn_cli.run.console import printable
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
-# The colours of Okabe and Ito, which colour-blind readers can tell apart, without yellow and black; dashes tell further
-# lines apart.
+# The colours of Okabe and Ito, which colour-blind readers distinguish, without yellow and black; dashes distinguish
+# further lines.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", "--", ":", "-.")
 # Lines and text: the page's own colour in the SVG. Nothing else has this colour.
@@ -81,8 +81,8 @@ DPI = 160
 MOST_NUMBERS = 16
 # Images of `Maps` above which they have no titles.
 MOST_TITLES = 12
-# Columns of a label, of which a wide character takes two; longer names are cut in the middle, where names that differ
-# at one end stay different.
+# Columns of a label; a wide character takes two. Longer names are cut in the middle, so that names that differ at one
+# end stay different.
 LONGEST_LABEL = 26
 # Inches of the labels of a confusion matrix for which there is room anyway.
 ROOM = 0.9
@@ -95,7 +95,7 @@ def draw(chart: Chart, prefix: str) -> tuple[str, bytes]:
         figure = _figure(chart)
         svg, png = io.BytesIO(), io.BytesIO()
         figure.savefig(svg, format="svg", dpi=DPI, transparent=True, metadata={"Date": None, "Creator": None})
-        figure.set_layout_engine("none")  # keeps the places that were found
+        figure.set_layout_engine("none")  # keeps the computed layout
         figure.savefig(png, format="png", dpi=DPI, facecolor="white", metadata={"Software": None})
     return _inline(svg.getvalue().decode("utf-8"), prefix), png.getvalue()
 
@@ -104,16 +104,16 @@ def _inline(svg: str, prefix: str) -> str:
     """Return a file of matplotlib's as an element: no namespaces, metadata or styles of its own, and ids of its own."""
     svg = svg[svg.index("<svg") :].strip()
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
-    head, rest = svg.split(">", 1)
+    head, body = svg.split(">", 1)
     box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', head)
     assert box is not None
     width = float(box[1])
     wide = ' class="wide"' if width > 72 * WIDTH + 20 else ""
     head = f'<svg{wide} viewBox="0 0 {box[1]} {box[2]}" width="{width:.0f}pt" role="img"'
-    used = set(re.findall(r'(?:"#|url\(#)([^")]+)', rest))
-    rest = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", rest)
-    rest = re.sub(r'( id="|"#|url\(#)', rf"\g<1>{prefix}-", rest)
-    return f"{head}>{rest}".replace(INK, "currentColor")
+    used = set(re.findall(r'(?:"#|url\(#)([^")]+)', body))
+    body = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", body)
+    body = re.sub(r'( id="|"#|url\(#)', rf"\g<1>{prefix}-", body)
+    return f"{head}>{body}".replace(INK, "currentColor")
 
 
 def label(text: str) -> str:
@@ -140,18 +140,18 @@ def _canvas(width: float = WIDTH, height: float = HEIGHT) -> tuple[Figure, Axes]
 @_figure.register
 def _lines(chart: LineChart) -> Figure:
     figure, axes = _canvas(height=HEIGHT + 0.17 * max(0, len(chart.series) - 1))
-    for place, one in enumerate(chart.series):
-        if not one.x:
+    for number, series in enumerate(chart.series):
+        if not series.x:
             continue
-        line, style = downsample(one) if chart.joined else one, _line(place)
-        if len(line.x) > 100:
+        points, style = downsample(series) if chart.joined else series, _line(number)
+        if len(points.x) > 100:
             style["linewidth"] = 1.1
         if not chart.joined:
             style |= {"linestyle": "none", "alpha": 0.75, "markeredgewidth": 0}
-        marker = "o" if len(line.x) < 12 or not chart.joined else ""
-        axes.plot(line.x, line.y, label=label(one.name), marker=marker, markersize=3.5, **style)
-        if line.low:
-            axes.fill_between(line.x, line.low, line.high, color=style["color"], alpha=0.2, linewidth=0)
+        marker = "o" if len(points.x) < 12 or not chart.joined else ""
+        axes.plot(points.x, points.y, label=label(series.name), marker=marker, markersize=3.5, **style)
+        if points.low:
+            axes.fill_between(points.x, points.low, points.high, color=style["color"], alpha=0.2, linewidth=0)
     if chart.floor:
         axes.axhline(chart.floor[1], color=INK, linewidth=1, linestyle=(0, (2, 2)), label=label(chart.floor[0]))
     if chart.from_zero:
@@ -160,8 +160,8 @@ def _lines(chart: LineChart) -> Figure:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(_log_locator(*axes.get_ylim()))
         axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}" if value < 1e6 else f"{value:.3g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, number: f"{value:g}"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, number: f"{value:g}" if value < 1e6 else f"{value:.3g}"))
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.set(xlabel=printable(chart.x), ylabel=printable(chart.y))
     if len(chart.series) > 1 or chart.floor:
@@ -172,32 +172,32 @@ def _lines(chart: LineChart) -> Figure:
 def _log_locator(low: float, high: float) -> Locator:
     """Return where a logarithmic axis has ticks: at 1, 2 and 5 of each decade, in a short range as a linear one has."""
     locator = LogLocator(subs=(1, 2, 5))
-    inside = [tick for tick in locator.tick_values(low, high) if low <= tick <= high]
-    return locator if len(inside) > 1 else MaxNLocator(4)
+    ticks = [tick for tick in locator.tick_values(low, high) if low <= tick <= high]
+    return locator if len(ticks) > 1 else MaxNLocator(4)
 
 
-def _line(place: int) -> dict[str, Any]:
-    return {"color": COLOURS[place % len(COLOURS)], "linestyle": DASHES[place // len(COLOURS) % len(DASHES)]}
+def _line(number: int) -> dict[str, Any]:
+    return {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number // len(COLOURS) % len(DASHES)]}
 
 
 @_figure.register
 def _bars(chart: BarChart) -> Figure:
     count = len(chart.series)
-    own = [name for name in chart.series if name not in chart.beside]
+    base_names = [name for name in chart.series if name not in chart.beside]
     figure, axes = _canvas(height=0.9 + (0.1 + 0.11 * count) * len(chart.categories) + 0.1 * count)
     thick = 0.8 / count
-    for place, (name, values) in enumerate(chart.series.items()):
-        middle = np.arange(len(values)) + (place - (count - 1) / 2) * thick
+    for number, (name, values) in enumerate(chart.series.items()):
+        middle = np.arange(len(values)) + (number - (count - 1) / 2) * thick
         errors = chart.errors.get(name, [None] * len(values))
-        kept = [row for row, value in enumerate(values) if value is not None]
+        rows_with_value = [row for row, value in enumerate(values) if value is not None]
         axes.barh(
-            middle[kept],
-            [values[row] or 0.0 for row in kept],
+            middle[rows_with_value],
+            [values[row] or 0.0 for row in rows_with_value],
             thick * 0.92,
-            color=COLOURS[own.index(chart.beside.get(name, name)) % len(COLOURS)],
+            color=COLOURS[base_names.index(chart.beside.get(name, name)) % len(COLOURS)],
             alpha=0.45 if name in chart.beside else 1.0,
             label=label(name),
-            xerr=[errors[row] or 0.0 for row in kept] if any(errors) else None,
+            xerr=[errors[row] or 0.0 for row in rows_with_value] if any(errors) else None,
             error_kw={"ecolor": INK, "elinewidth": 0.9, "capsize": 1.5},
         )
     axes.set_yticks(range(len(chart.categories)), [label(name) for name in chart.categories])
@@ -216,30 +216,30 @@ def _bars(chart: BarChart) -> Figure:
 
 @_figure.register
 def _heat(chart: HeatMap) -> Figure:
-    across = min(len(chart.panels), 4)
-    down = -(-len(chart.panels) // across)
-    most = max(len(panel.columns) for panel in chart.panels)
-    tall = max(len(panel.rows) for panel in chart.panels)
+    per_row = min(len(chart.panels), 4)
+    rows = -(-len(chart.panels) // per_row)
+    most_columns = max(len(panel.columns) for panel in chart.panels)
+    most_rows = max(len(panel.rows) for panel in chart.panels)
     names = max(cell_len(label(name)) for panel in chart.panels for name in panel.rows)
-    size = (across * (0.4 + 0.07 * names + 0.42 * most), down * (0.62 + 0.25 * tall))
+    size = (per_row * (0.4 + 0.07 * names + 0.42 * most_columns), rows * (0.62 + 0.25 * most_rows))
     figure = Figure(size, layout="constrained")
-    grid = figure.subplots(down, across, squeeze=False)
-    for place, axes in enumerate(grid.flat):
-        if place >= len(chart.panels):
+    grid = figure.subplots(rows, per_row, squeeze=False)
+    for number, axes in enumerate(grid.flat):
+        if number >= len(chart.panels):
             axes.axis("off")
             continue
-        _panel(axes, chart.panels[place], chart.digits)
-        if place % across == 0:
+        _panel(axes, chart.panels[number], chart.digits)
+        if number % per_row == 0:
             axes.set_ylabel(label(chart.row))
-        if place + across >= len(chart.panels):
+        if number + per_row >= len(chart.panels):
             axes.set_xlabel(label(chart.column))
     return figure
 
 
 def _panel(axes: Axes, panel: Panel, digits: int) -> None:
     values = np.array([[np.nan if value is None else value for value in row] for row in panel.values])
-    known = values[~np.isnan(values)]
-    low, high = (known.min(), known.max()) if len(known) else (0.0, 1.0)
+    measured = values[~np.isnan(values)]
+    low, high = (measured.min(), measured.max()) if len(measured) else (0.0, 1.0)
     axes.imshow(values, aspect="auto", vmin=low, vmax=max(high, low + 1e-9))
     axes.grid(visible=False)
     _numbers(axes, values, (low + high) / 2, f"{{:.{digits}f}}")
@@ -265,25 +265,25 @@ def _numbers(axes: Axes, values: Values, bright: float, form: str) -> None:
 
 @_figure.register
 def _maps(chart: Maps) -> Figure:
-    across = min(chart.across, len(chart.maps))
-    down = -(-len(chart.maps) // across)
+    per_row = min(chart.across, len(chart.maps))
+    row_count = -(-len(chart.maps) // per_row)
     titled = len(chart.maps) <= MOST_TITLES
     coloured = chart.maps[0].values.ndim == 3
     scaled = chart.limits is None and not coloured
     rows, columns = chart.maps[0].values.shape[:2]
     bar = 0.75 * bool(chart.limits)
-    side = max(0.5, min(1.1, (WIDTH - bar) / across))
+    side = max(0.5, min(1.1, (WIDTH - bar) / per_row))
     title = 0.32 if titled else 0.0
-    size = across * (side + 0.5 * scaled) + bar, down * (side * rows / columns + title)
+    size = per_row * (side + 0.5 * scaled) + bar, row_count * (side * rows / columns + title)
     figure = Figure(size, layout="constrained")
     low, high = chart.limits or (None, None)
-    for axes, one in zip_longest(figure.subplots(down, across, squeeze=False).flat, chart.maps):
+    for axes, chart_map in zip_longest(figure.subplots(row_count, per_row, squeeze=False).flat, chart.maps):
         axes.axis("off")
-        if one is None:
+        if chart_map is None:
             continue
-        image = axes.imshow(one.values, vmin=low, vmax=high, interpolation="none")
+        image = axes.imshow(chart_map.values, vmin=low, vmax=high, interpolation="none")
         if titled:
-            axes.set_title(textwrap.fill(label(one.title), 13), fontsize=8)
+            axes.set_title(textwrap.fill(label(chart_map.title), 13), fontsize=8)
         if scaled:
             figure.colorbar(image, ax=axes, shrink=0.8)
     if chart.limits:
@@ -335,11 +335,11 @@ def _reliability(chart: Reliability) -> Figure:
     figure = Figure((WIDTH, 4.2), layout="constrained")
     axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     edges = 100 * np.asarray(chart.edges)
-    kept = [row for row, images in enumerate(chart.images) if images]
-    confidence = [100 * (chart.confidence[row] or 0.0) for row in kept]
-    accuracy = [100 * (chart.accuracy[row] or 0.0) for row in kept]
+    bins = [row for row, images in enumerate(chart.images) if images]
+    confidence = [100 * (chart.confidence[row] or 0.0) for row in bins]
+    accuracy = [100 * (chart.accuracy[row] or 0.0) for row in bins]
     widths = 0.94 * np.diff(edges)
-    axes.bar(edges[:-1][kept], accuracy, widths[kept], align="edge", color=COLOURS[5], label="accuracy")
+    axes.bar(edges[:-1][bins], accuracy, widths[bins], align="edge", color=COLOURS[5], label="accuracy")
     axes.plot([0, 100], [0, 100], color=INK, linewidth=1, linestyle="--", label="as sure as right")
     axes.plot(confidence, accuracy, "o", color=COLOURS[1], markersize=4, label="mean of a bin")
     axes.set(xlim=(0, 100), ylim=(0, 102), ylabel="accuracy in %")

@@ -1,4 +1,4 @@
-"""Confusion matrices: their chart, and an order in which classes that are taken for each other stand together."""
+"""Confusion matrices: their chart, and an order that puts confused classes together."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import numpy as np
 
 from dpn_cli.report.content import ConfusionChart
 
-# Classes of which each has a label; more are clustered.
+# Most classes with a label each; more are clustered.
 MOST_NAMED = 50
-# Classes of which a matrix is drawn: clustering compares each of them with each.
+# Most classes of a drawn matrix: clustering compares all pairs.
 MOST_DRAWN = 2000
 
 
 def confusion_chart(name: str, classes: Sequence[str], counts: Sequence[Sequence[int]], unit: str) -> ConfusionChart:
     """Return the chart of counts (classes, classes) of a `unit`, rows the truth, clustered where classes are many."""
-    caption = "Rows are the true classes, columns what they are taken for."
+    caption = "Rows are the true classes, columns the predicted ones."
     if len(classes) > MOST_NAMED:
         order = clustered(counts)
         counts = [[counts[true][predicted] for predicted in order] for true in order]
@@ -29,7 +29,7 @@ def confusion_chart(name: str, classes: Sequence[str], counts: Sequence[Sequence
 
 
 def clustered(counts: Sequence[Sequence[int]]) -> list[int]:
-    """Return an order of classes in which those that are taken for each other stand together.
+    """Return an order of classes that puts classes that are confused with each other together.
 
     `counts` are (classes, classes), rows the truth. The distance of two classes is 1 minus the mean of the shares in
     which each is taken for the other; clusters are joined by their average distance (scipy's UPGMA).

@@ -1,6 +1,6 @@
 """Content of a page: sections of text, tables, charts and images. Imports neither matplotlib nor Jinja2.
 
-A chart is the numbers it shows. `dpn_cli.report.charts` draws it, and `rows` is what its CSV file holds.
+A chart holds its numbers: `dpn_cli.report.charts` draws them, and `rows` returns them for its CSV file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TextBlock:
 class Table:
     """A table; floats are shown with `digits` decimals. Rows in `strong` are set apart, such as means.
 
-    `name` makes it one of those that are also written as Markdown and LaTeX; `folded` hides it behind its title.
+    With a `name` it is also written as Markdown and LaTeX; `folded` hides it behind its title.
     """
 
     title: str
@@ -57,7 +57,7 @@ class PageImage:
 
 @dataclass(frozen=True)
 class Gallery:
-    """Images side by side: `across` of them whatever the reader's screen, by default as many as it takes."""
+    """Images in rows of `across` on every screen, by default as many as fit."""
 
     title: str
     images: Sequence[PageImage]
@@ -83,16 +83,16 @@ class Series:
     high: Sequence[float] = ()
 
 
-def mean_with_band(name: str, several: Sequence[Series]) -> Series:
-    """Return the mean of lines at every x that one of them has, in a band from the lowest to the highest of them."""
-    if len(several) == 1:
-        return replace(several[0], name=name)
-    found: dict[float, list[float]] = {}
-    for series in several:
-        for x, y in zip(series.x, series.y, strict=True):
-            found.setdefault(x, []).append(y)
-    values = [found[x] for x in sorted(found)]
-    return Series(name, sorted(found), list(map(fmean, values)), list(map(min, values)), list(map(max, values)))
+def mean_with_band(name: str, lines: Sequence[Series]) -> Series:
+    """Return the mean of lines at every x of any of them, in a band from the lowest to the highest."""
+    if len(lines) == 1:
+        return replace(lines[0], name=name)
+    values_at: dict[float, list[float]] = {}
+    for line in lines:
+        for x, y in zip(line.x, line.y, strict=True):
+            values_at.setdefault(x, []).append(y)
+    values = [values_at[x] for x in sorted(values_at)]
+    return Series(name, sorted(values_at), list(map(fmean, values)), list(map(min, values)), list(map(max, values)))
 
 
 def downsample(series: Series, most: int = MOST_POINTS) -> Series:
@@ -102,12 +102,12 @@ def downsample(series: Series, most: int = MOST_POINTS) -> Series:
     bounds = [len(series.x) * part // most for part in range(most + 1)]
     stretches = [slice(*pair) for pair in pairwise(bounds)]
     lines = (series.x, series.y, series.low, series.high)
-    return Series(series.name, *([fmean(line[one]) for one in stretches] if line else [] for line in lines))
+    return Series(series.name, *([fmean(line[stretch]) for stretch in stretches] if line else [] for line in lines))
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Base of the charts: `name` is that of the files beside the page, `caption` says what is drawn."""
+    """Base of the charts: `name` is the stem of its files, `caption` describes it."""
 
     name: str
     title: str
@@ -135,13 +135,14 @@ class LineChart(Chart):
 
     def rows(self) -> Rows:
         """Return one row per point, with the ends of the band where a line has one."""
-        if not any(one.low for one in self.series):
-            found: Rows = [["series", self.x, self.y]]
-            return found + [[one.name, x, y] for one in self.series for x, y in zip(one.x, one.y, strict=True)]
-        found = [["series", self.x, self.y, "lowest", "highest"]]
-        for one in self.series:
-            found += [[one.name, *row] for row in zip(one.x, one.y, one.low or one.y, one.high or one.y, strict=True)]
-        return found
+        if not any(series.low for series in self.series):
+            points: Rows = [[line.name, x, y] for line in self.series for x, y in zip(line.x, line.y, strict=True)]
+            return [["series", self.x, self.y], *points]
+        rows: Rows = [["series", self.x, self.y, "lowest", "highest"]]
+        for line in self.series:
+            columns = zip(line.x, line.y, line.low or line.y, line.high or line.y, strict=True)
+            rows += [[line.name, *row] for row in columns]
+        return rows
 
 
 @dataclass(frozen=True)
@@ -161,18 +162,18 @@ class BarChart(Chart):
 
     def rows(self) -> Rows:
         """Return one row per bar."""
-        found: Rows = [["series", "category", self.value, "error"]]
+        rows: Rows = [["series", "category", self.value, "error"]]
         for name, values in self.series.items():
             errors = self.errors.get(name, ())
-            found += [
+            rows += [
                 [name, *row] for row in zip_longest(self.categories, values, errors[: len(values)], fillvalue=None)
             ]
-        return found
+        return rows
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One heat map of `HeatMap`: numbers by row and column, of which None was not measured."""
+    """One heat map of `HeatMap`: numbers by row and column, None where not measured."""
 
     title: str
     rows: Sequence[str]
@@ -197,12 +198,12 @@ class HeatMap(Chart):
 
     def rows(self) -> Rows:
         """Return one row per cell."""
-        found: Rows = [["panel", self.row, self.column, self.value, "marked"]]
+        rows: Rows = [["panel", self.row, self.column, self.value, "marked"]]
         for panel in self.panels:
-            for place, (label, values) in enumerate(zip(panel.rows, panel.values, strict=True)):
+            for number, (label, values) in enumerate(zip(panel.rows, panel.values, strict=True)):
                 for column, value in zip(panel.columns, values, strict=True):
-                    found.append([panel.title, label, column, value, int(place in panel.marked)])
-        return found
+                    rows.append([panel.title, label, column, value, int(number in panel.marked)])
+        return rows
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ class Map:
 
 @dataclass(frozen=True)
 class Maps(Chart):
-    """Images with a colour for every number, `across` side by side; `value` says what the numbers are.
+    """Images with a colour for every number, `across` in a row; `value` names the numbers.
 
     Each has a scale of its own, unless `limits` are the ends of one scale for all. Titles of more than twelve are in
     the CSV file only.
@@ -229,12 +230,12 @@ class Maps(Chart):
     def rows(self) -> Rows:
         """Return one row per number or colour."""
         coloured = self.maps[0].values.ndim == 3
-        found: Rows = [["map", "row", "column", *(("red", "green", "blue") if coloured else (self.value,))]]
-        for one in self.maps:
-            for row, line in enumerate(one.values.tolist()):
+        rows: Rows = [["map", "row", "column", *(("red", "green", "blue") if coloured else (self.value,))]]
+        for each_map in self.maps:
+            for row, line in enumerate(each_map.values.tolist()):
                 for column, value in enumerate(line):
-                    found.append([one.title, row, column, *(value if coloured else [value])])
-        return found
+                    rows.append([each_map.title, row, column, *(value if coloured else [value])])
+        return rows
 
 
 @dataclass(frozen=True)
@@ -247,10 +248,10 @@ class ConfusionChart(Chart):
 
     def rows(self) -> Rows:
         """Return one row per pair of classes that occurs, in the drawn order."""
-        found: Rows = [["true", "predicted", self.unit]]
+        rows: Rows = [["true", "predicted", self.unit]]
         for true, counts in zip(self.classes, self.counts, strict=True):
-            found += [[true, name, count] for name, count in zip(self.classes, counts, strict=True) if count]
-        return found
+            rows += [[true, name, count] for name, count in zip(self.classes, counts, strict=True) if count]
+        return rows
 
 
 @dataclass(frozen=True)
@@ -264,9 +265,9 @@ class Reliability(Chart):
 
     def rows(self) -> Rows:
         """Return one row per bin."""
-        found: Rows = [["from", "to", "images", "confidence", "accuracy"]]
+        rows: Rows = [["from", "to", "images", "confidence", "accuracy"]]
         bins = zip(self.edges[:-1], self.edges[1:], self.images, self.confidence, self.accuracy, strict=True)
-        return found + [list(row) for row in bins]
+        return rows + [list(row) for row in bins]
 
 
 Part = TextBlock | Table | Gallery | Legend | Chart
@@ -287,9 +288,9 @@ class Findings:
     Args:
         metric: the name of the score, in percent: "top-1".
         scores: by the part of the task ("" where it has one) and the seed.
-        sections: what is shown of the run.
+        sections: sections of the page.
         watched: the metric of an evaluation during training, by its key in metrics.jsonl.
-        warnings: what a reader must not overlook.
+        warnings: warnings at the top of the page.
     """
 
     metric: str

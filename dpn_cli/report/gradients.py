@@ -15,7 +15,7 @@ NORM = "L2 norm of the gradient"
 def layer_charts(networks: Mapping[str, Sequence[RunRecord]], prefix: str) -> list[Chart]:
     """Return the charts of networks whose runs logged norms of layers: over depth, and the embedding's over steps."""
     over_depth, over_steps = (
-        [one for name, runs in networks.items() if (one := mean_with_band(name, list(map(series, runs)))).x]
+        [line for name, runs in networks.items() if (line := mean_with_band(name, list(map(series, runs)))).x]
         for series in (_over_depth, _over_steps)
     )
     charts: list[Chart] = []
@@ -34,7 +34,7 @@ def layer_charts(networks: Mapping[str, Sequence[RunRecord]], prefix: str) -> li
 
 
 def _norms(run: RunRecord) -> Iterator[tuple[int, float, dict[str, float]]]:
-    """Yield the mean norms of layers, without those that are not finite, with their last step and number of steps."""
+    """Yield the last step, the number of averaged steps, and the finite mean norms by layer."""
     for record in run.records:
         if isinstance(norms := record.get("layer_norms"), dict):
             steps = record.get("layer_norms_steps", 1)
@@ -43,15 +43,16 @@ def _norms(run: RunRecord) -> Iterator[tuple[int, float, dict[str, float]]]:
 
 
 def _over_depth(run: RunRecord) -> Series:
-    """Return the mean over the last steps at each depth, every record for as many steps as it is the mean of."""
+    """Return the mean over the last steps at each depth, each record weighted by its number of steps."""
     norms = list(_norms(run))
-    after = norms[-1][0] - NORM_AVERAGE_STEPS if norms else 0
-    found: dict[int, list[tuple[float, float]]] = {}
+    first_step = norms[-1][0] - NORM_AVERAGE_STEPS if norms else 0
+    norms_by_depth: dict[int, list[tuple[float, float]]] = {}
     for step, count, named in norms:
-        for name, norm in named.items() if step > after else ():
+        for name, norm in named.items() if step > first_step else ():
             if (depth := _depth(name)) is not None:
-                found.setdefault(depth, []).append((norm, count))
-    return Series(run.name, sorted(found), [fmean(*zip(*found[depth], strict=True)) for depth in sorted(found)])
+                norms_by_depth.setdefault(depth, []).append((norm, count))
+    depths = sorted(norms_by_depth)
+    return Series(run.name, depths, [fmean(*zip(*norms_by_depth[depth], strict=True)) for depth in depths])
 
 
 def _depth(layer: str) -> int | None:
@@ -61,5 +62,5 @@ def _depth(layer: str) -> int | None:
 
 
 def _over_steps(run: RunRecord) -> Series:
-    points = [(step, found["embedding"]) for step, _, found in _norms(run) if "embedding" in found]
+    points = [(step, norms["embedding"]) for step, _, norms in _norms(run) if "embedding" in norms]
     return Series(run.name, [step for step, _ in points], [norm for _, norm in points])

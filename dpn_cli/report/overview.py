@@ -1,4 +1,4 @@
-"""Page sections that every run has, whatever its task: the command, the curves, the warnings."""
+"""Page sections of every run: command, curves, differences from the paper."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def curves(networks: Mapping[str, Sequence[RunRecord]], watched: Mapping[str, st
     for key, (title, axis) in named.items():
         # Empty ones too: a network has one colour in all charts.
         series = [mean_with_band(name, [run.series(key) for run in runs]) for name, runs in networks.items()]
-        if any(one.x for one in series):
-            log_y = key == "grad_norm" and min(value for one in series for value in one.low or one.y) > 0
-            long = any(len(one.x) > MOST_POINTS for one in series)
-            name, caption = f"{prefix}{key.replace('@', '_at_')}", MEANS if long else ""
+        if any(line.x for line in series):
+            log_y = key == "grad_norm" and min(value for line in series for value in line.low or line.y) > 0
+            has_many_points = any(len(line.x) > MOST_POINTS for line in series)
+            name, caption = f"{prefix}{key.replace('@', '_at_')}", MEANS if has_many_points else ""
             charts.append(LineChart(name, title, "step", axis, series, log_y=log_y, caption=caption))
     return charts + layer_charts(networks, prefix)
 
@@ -57,9 +57,9 @@ def run_summary(run: RunRecord, origins: Origins) -> PageSection:
     facts, result = run.facts, run.result
     timing, time = result.get("timing", {}), hours(run)
     speed = run.series("images_per_second").y
-    waited = run.series("wait_share").y
-    share = timing["wait_seconds"] / timing["train_seconds"] if timing.get("train_seconds") else None
-    share = share if share is not None else waited[-1] if waited else None
+    waiting_fractions = run.series("wait_share").y
+    waiting = timing["wait_seconds"] / timing["train_seconds"] if timing.get("train_seconds") else None
+    waiting = waiting if waiting is not None else waiting_fractions[-1] if waiting_fractions else None
     rows: list[tuple[str, Cell]] = [
         ("folder", str(run.path)),
         ("command", command(run)),
@@ -69,7 +69,7 @@ def run_summary(run: RunRecord, origins: Origins) -> PageSection:
         ("device", f"{facts.get('device', UNKNOWN)}, {count_noun(facts.get('ranks', 1), 'process')}"),
         ("hours of training", UNKNOWN if time is None else f"{time:.3g}"),
         ("images per second", f"{speed[-1]:.1f}" if speed else UNKNOWN),
-        ("share of waiting for data", UNKNOWN if share is None else f"{100 * share:.1f} %"),
+        ("share of waiting for data", UNKNOWN if waiting is None else f"{100 * waiting:.1f} %"),
         *[(f"data, {name}", str(value)) for name, value in flatten_keys(_data(run))],
         ("weights", str(facts.get("backbone", {}).get("source", UNKNOWN))),
         ("versions", ", ".join(f"{name} {value}" for name, value in facts.get("versions", {}).items()) or UNKNOWN),
@@ -82,7 +82,7 @@ def run_summary(run: RunRecord, origins: Origins) -> PageSection:
     if origins:
         columns = ("key", "value", "where it comes from")
         parts.append(Table("Config: every value and where it comes from", columns, origins, folded=True))
-    return PageSection("What was run", parts)
+    return PageSection("Run", parts)
 
 
 def command(run: RunRecord) -> str:
@@ -92,26 +92,26 @@ def command(run: RunRecord) -> str:
 
 
 def _data(run: RunRecord) -> Mapping[str, object]:
-    data = run.facts.get("data") or next((one.get("data") for _, one in trainings(run.result)), None)
+    data = run.facts.get("data") or next((result.get("data") for _, result in trainings(run.result)), None)
     return data if isinstance(data, dict) else {}
 
 
 def against_paper(run: RunRecord) -> PageSection | None:
-    """Return what differs from the paper; None for a run without anything to compare with."""
+    """Return the differences from the paper; None for a run that has none to compare with."""
     if run.kind == "eval" or "differs_from_paper" not in run.result:
         return None
     differs = run.result["differs_from_paper"]
     if differs is None:
-        said = "There is nothing to compare with: a demo, own images, or a network that the paper does not have."
-        return PageSection("What differs from the paper", [TextBlock(said)])
+        text = "There is nothing to compare with: a demo, your own images, or a network that the paper does not have."
+        return PageSection("Differences from the paper", [TextBlock(text)])
     if not differs:
-        return PageSection("What differs from the paper", [TextBlock("Nothing that is known.")])
+        return PageSection("Differences from the paper", [TextBlock("Nothing that is known.")])
     rows = [_split(line) for line in differs]
-    return PageSection("What differs from the paper", [Table("", ("key", "here", "paper"), rows)])
+    return PageSection("Differences from the paper", [Table("", ("key", "here", "paper"), rows)])
 
 
 def _split(line: str) -> tuple[str, str, str]:
     """Return the key, the value and the paper's of a difference; a sentence has none."""
-    key, colon, rest = line.partition(": ")
-    here, bracket, paper = rest.rpartition(" (paper: ")
-    return (key, here, paper.removesuffix(")")) if colon and bracket else (line, "", "")
+    key, colon, values = line.partition(": ")
+    ours, bracket, paper = values.rpartition(" (paper: ")
+    return (key, ours, paper.removesuffix(")")) if colon and bracket else (line, "", "")

@@ -1,4 +1,4 @@
-"""The folder of a page: the page itself, its figures beside it, and its tables."""
+"""Folder of a page: the HTML file, its figures and its tables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write_page(
     _clear(folder)
     svgs: dict[str, Markup] = {}
     for chart in (part for section in sections for part in section.parts if isinstance(part, Chart)):
-        assert chart.name not in svgs, f"two charts are called {chart.name}"
+        assert chart.name not in svgs, f"two charts have the name {chart.name}"
         check()
         svg, png = draw(chart, chart.name)
         svgs[chart.name] = Markup(svg)

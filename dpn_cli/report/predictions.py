@@ -1,4 +1,4 @@
-"""Predictions for image files: each file is read once, unreadable ones are named, the others are written.
+"""Predictions for image files: each file is read once, and unreadable ones are reported.
 
 A table has a row for every image. A page has thumbnails of a bounded number of images, evenly spread over all of
 them, so that it can be sent to somebody.
@@ -35,7 +35,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Read:
-    """An image: its place among all, its file, what was prepared of it, and its thumbnail if the page shows it."""
+    """An image: its index, its file, the result of `prepare`, and its thumbnail if the page shows it."""
 
     index: int
     path: Path
@@ -73,9 +73,9 @@ def read_files(
     workers: int | Literal["auto"],
     small: frozenset[int] = frozenset(),
 ) -> Generator[list[Item], None, None]:
-    """Yield image files in order, `batch_size` at a time; an unreadable one with its error instead of its content.
+    """Yield image files in order, `batch_size` at a time; unreadable ones as (path, error).
 
-    `prepare` maps decoded pixels (h, w, 3) to what is yielded of them; those in `small` have a thumbnail. Raises
+    `prepare` maps decoded pixels (h, w, 3) to the yielded value; indices in `small` get a thumbnail. Raises
     `StoppedError` when a signal asks to stop, and `WorkerError` when a process that reads dies.
     """
     files = _Files(paths, reading, prepare, small)
@@ -88,7 +88,7 @@ def read_files(
 
 def spread(count: int, most: int) -> frozenset[int]:
     """Return up to `most` of the numbers below `count`, evenly spread."""
-    return frozenset(range(count)) if count <= most else frozenset(place * count // most for place in range(most))
+    return frozenset(range(count)) if count <= most else frozenset(number * count // most for number in range(most))
 
 
 class Predictions:
@@ -98,7 +98,7 @@ class Predictions:
         paths: the image files.
         written: the files to write.
         console: for progress and the names of unreadable images.
-        most: how many images the page shows.
+        most: most images on the page.
 
     Raises:
         DpnError: a file cannot be written, or is one of the images, or is to be written twice.
@@ -126,19 +126,19 @@ class Predictions:
     ) -> Generator[list[Read], None, None]:
         """Yield the readable images, up to `batch_size` at a time, and name the others; see `read_files`.
 
-        With `small`, those that the page shows have a thumbnail. `label` names the progress. Raises `DataError` when
+        With `small`, images on the page have a thumbnail. `label` names the progress. Raises `DataError` when
         none is readable.
         """
-        chosen = self.shown if small else frozenset[int]()
-        batches = read_files(self.paths, reading, prepare, batch_size=batch_size, workers=workers, small=chosen)
-        with self.console.counting(label, len(self.paths)) as done:
+        thumbnail_rows = self.shown if small else frozenset[int]()
+        batches = read_files(self.paths, reading, prepare, batch_size=batch_size, workers=workers, small=thumbnail_rows)
+        with self.console.counting(label, len(self.paths)) as on_progress:
             for batch in batches:
                 for item in batch:
                     if not isinstance(item, Read):
                         self.leave_out(*item)
-                if good := [item for item in batch if isinstance(item, Read)]:
-                    yield good
-                done(len(batch))
+                if readable := [item for item in batch if isinstance(item, Read)]:
+                    yield readable
+                on_progress(len(batch))
         self.check_any()
 
     def check_any(self) -> None:
@@ -172,9 +172,9 @@ class Predictions:
         Args:
             command: the command's name, for the title of the page.
             run: the network's place.
-            summary: what the page says of all images.
-            lines: what stands below the thumbnail of a result.
-            across: how many thumbnails stand side by side; 0 for as many as there is room for.
+            summary: parts of the page about all images.
+            lines: returns the lines below the thumbnail of a result.
+            across: thumbnails per row; 0 for as many as fit.
 
         Raises:
             SaveError: a file cannot be written.
@@ -185,9 +185,9 @@ class Predictions:
             images = [PageImage(small, lines(result)) for small, result in self.images]
             gallery = Gallery(self._caption(), images, across)
             facts: list[tuple[str, Cell]] = [("network", run), ("images", len(self.results))]
-            said = PageSection("Predictions", [*self.left_out(), Table("", ("", ""), facts), *summary])
+            section = PageSection("Predictions", [*self.left_out(), Table("", ("", ""), facts), *summary])
             title = f"{command}: {count_noun(len(self.results), 'image')}"
-            write_gallery(self.written.html, title, said, gallery)
+            write_gallery(self.written.html, title, section, gallery)
 
     def _caption(self) -> str:
         if len(self.images) == len(self.results):
@@ -198,7 +198,7 @@ class Predictions:
         )
 
     def left_out(self) -> list[Part]:
-        """Return what a page says of unreadable images."""
+        """Return the warning about unreadable images."""
         if not self.unreadable:
             return []
         named = ", ".join(map(str, self.unreadable[:MOST_NAMED]))
@@ -209,31 +209,33 @@ class Predictions:
         """Return the error with which the command ends after all: for unreadable images, unless they are skipped."""
         if skip_bad or not self.unreadable:
             return None
+        images = count_noun(len(self.paths), "image")
         return DataError(
-            f"unreadable: {len(self.unreadable)} of {count_noun(len(self.paths), 'image')}, named above; the others "
-            f"are "
-            "done. Fetch what is missing again, or accept it with --skip-bad-images"
+            f"unreadable: {len(self.unreadable)} of {images}, named above; the others are done. "
+            "Fetch the missing ones again, or accept this with --skip-bad-images"
         )
 
 
-def write_gallery(file: Path, title: str, said: PageSection, gallery: Gallery) -> None:
-    """Write a page of images and what is said of them all. Raises `SaveError`."""
-    replace_text(file, render(title, [said, PageSection("Images", [gallery])], {}))
+def write_gallery(file: Path, title: str, section: PageSection, gallery: Gallery) -> None:
+    """Write a page of images below a section about all of them. Raises `SaveError`."""
+    replace_text(file, render(title, [section, PageSection("Images", [gallery])], {}))
 
 
 def thumbnails(
     paths: Sequence[Path], reading: ReadOptions, workers: int | Literal["auto"]
 ) -> Iterator[tuple[int, bytes]]:
     """Yield the thumbnails of up to `MOST_SHOWN` image files with their places; not those of unreadable ones."""
-    few = paths[:MOST_SHOWN]
-    small = frozenset(range(len(few)))
-    with closing(read_files(few, reading, _nothing, batch_size=1, workers=workers, small=small)) as batches:
+    first_paths = paths[:MOST_SHOWN]
+    small = frozenset(range(len(first_paths)))
+    with closing(
+        read_files(first_paths, reading, _discard_pixels, batch_size=1, workers=workers, small=small)
+    ) as batches:
         for item in (item for batch in batches for item in batch if isinstance(item, Read)):
             assert item.small is not None
             yield item.index, item.small
 
 
-def _nothing(pixels: Pixels) -> None:
+def _discard_pixels(pixels: Pixels) -> None:
     pass
 
 
@@ -242,21 +244,21 @@ def check_written(files: Mapping[str, Path | None], images: Iterable[Path]) -> N
 
     Neither can one of the images that are read, nor the file of another option. `files` are by their options.
     """
-    taken = {real_path(image): f"one of the images, {image}" for image in images}
+    used_paths = {real_path(image): f"one of the images, {image}" for image in images}
     for option, file in files.items():
         if file is None:
             continue
         if file.is_dir() or any(parent.is_file() for parent in file.parents):
             raise DpnError(f"{option} {file}: a folder, or inside a file; name a file to write")
-        if other := taken.get(real_path(file)):
-            raise DpnError(f"{option} {file}: would be written over {other}; name another file")
-        taken[real_path(file)] = f"the file of {option}"
+        if owner := used_paths.get(real_path(file)):
+            raise DpnError(f"{option} {file}: would be written over {owner}; name another file")
+        used_paths[real_path(file)] = f"the file of {option}"
 
 
 def tally(title: str, noun: str, names: Iterable[str]) -> Table:
     """Return a table of how often each name was predicted, the most frequent first."""
     counts = Counter(names)
     rows: list[Sequence[Cell]] = [
-        (name, count, 100 * count / counts.total()) for name, count in sorted(counts.items(), key=lambda one: -one[1])
+        (name, count, 100 * count / counts.total()) for name, count in sorted(counts.items(), key=lambda item: -item[1])
     ]
     return Table(title, (noun, "images", "% of the images"), rows, digits=1, folded=len(rows) > 12)

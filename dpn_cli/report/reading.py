@@ -1,4 +1,4 @@
-"""A run's folder as a report reads it: what is there, and what is missing or damaged. Imports no torch."""
+"""Contents of a run's folder for a report, with notes on missing and damaged files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dpn_cli.run.records import read_records
 Json = dict[str, Any]
 # Levels below a folder at which runs are looked for: ./runs/TASK/NAME.
 DEPTH = 3
-# What each record of a step holds beside the metrics of evaluations.
+# Keys of a step's record that are no metrics of evaluations.
 STEP_KEYS = (
     *("step", "loss", "lr", "grad_norm", "layer_norms_steps", "images_per_second", "wait_share"),
     *("lost_records", "images"),
@@ -40,7 +40,7 @@ class RunRecord:
         config: config.yaml; None where it is missing or damaged.
         result: result.json, or partial.json of a run with failures; empty while there is none.
         records: metrics.jsonl.
-        notes: what is missing, damaged or unfinished, in sentences.
+        notes: sentences about missing, damaged or unfinished parts.
     """
 
     path: Path
@@ -61,20 +61,20 @@ class RunRecord:
     def status(self) -> str:
         """The run's status: finished, running, stopped, failed …; scored for an evaluation.
 
-        A run is interrupted when its process has gone without a word. Of another machine's that cannot be told.
+        A run is interrupted when its process ended without a status; on another machine this is not known.
         """
         if self.kind == "eval":
             return "scored"
         status, process = str(self.facts.get("status", "unknown")), self.facts.get("process")
         if status != "running" or not isinstance(process, dict):
             return status
-        there = is_at_work(process)
-        if there is None:
+        is_running = is_at_work(process)
+        if is_running is None:
             return f"running on {process.get('host')}"
-        return status if there else "interrupted"
+        return status if is_running else "interrupted"
 
     def series(self, key: str) -> Series:
-        """Return the values of a key in the log over steps, without those that are not finite numbers."""
+        """Return the finite values of a key in the log over steps."""
         points = [(record["step"], record[key]) for record in self.records if is_number(record.get(key))]
         return Series(self.name, [x for x, _ in points], [y for _, y in points])
 
@@ -125,7 +125,7 @@ def folder_of(path: Path) -> Path:
 
 
 def _notes(run: RunRecord, damaged: int) -> list[str]:
-    """Return what is missing, damaged or unfinished."""
+    """Return sentences about missing, damaged or unfinished parts."""
     notes = []
     if not run.facts:
         notes.append("run.json is missing or damaged: versions, device and data are not known.")
@@ -135,12 +135,12 @@ def _notes(run: RunRecord, damaged: int) -> list[str]:
         steps = (run.config or {}).get("schedule", {}).get("steps")
         at = max((record["step"] for record in run.records), default=0)
         reached = f", logged up to step {at}" + (f" of {steps}" if steps else "") if at else ""
-        # `dpn reproduce` goes on by itself, and has no such option.
+        # `dpn reproduce` resumes by itself, without an option.
         again = "" if "reproduce" in run.facts.get("argv", ())[1:2] else " with --resume"
         damage = "result.json is damaged" if (run.path / "result.json").is_file() else "no result.json"
         notes.append(
             f"UNFINISHED: status {run.status!r}{reached}; {damage}, so the page shows what there is. "
-            f"The command that began the run continues it{again}."
+            f"The command that started the run continues it{again}."
         )
     elif run.facts.get("status") not in (None, "finished"):
         notes.append(f"The run's status is {run.status!r}.")
@@ -161,7 +161,7 @@ def _notes(run: RunRecord, damaged: int) -> list[str]:
 
 
 def _kind_of(config: Plain | None) -> str:
-    """Return the kind of a run whose run.json does not say it."""
+    """Return the kind of a run without one in run.json."""
     about = (config or {}).get("about")
     command = str(about.get("command", "")) if isinstance(about, dict) else ""
     words = {"dpn finetune vtab": "sweep", "dpn lit": "towers", "dpn segment": "segmenter"}
@@ -170,29 +170,29 @@ def _kind_of(config: Plain | None) -> str:
 
 def unique_names(paths: Sequence[Path]) -> list[str]:
     """Return a name of each of several folders: the end of its path that no other one has."""
-    whole = [real_path(path).parts for path in paths]
-    for length in range(1, max(map(len, whole)) + 1):
-        names = ["/".join(parts[-length:]) for parts in whole]
+    parts_of_paths = [real_path(path).parts for path in paths]
+    for length in range(1, max(map(len, parts_of_paths)) + 1):
+        names = ["/".join(parts[-length:]) for parts in parts_of_paths]
         if len(set(names)) == len(names):
             return names
-    return ["/".join(parts) for parts in whole]
+    return ["/".join(parts) for parts in parts_of_paths]
 
 
 def find_runs(root: Path, depth: int = DEPTH) -> Iterator[Path]:
     """Yield the runs' folders in a folder and at most `depth` levels below it, in order of name.
 
-    Folders inside a run, hidden ones, links and those that may not be read are left out.
+    Folders inside a run, hidden folders, links and unreadable folders are left out.
     """
     try:
         if (root / "run.json").is_file():
             yield root
             return
         with os.scandir(root) as entries:
-            names = [one.name for one in entries if one.is_dir(follow_symlinks=False) and not one.name.startswith(".")]
+            folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     except OSError:
         return
     if depth:
-        for name in sorted(names):
+        for name in sorted(name for name in folders if not name.startswith(".")):
             yield from find_runs(root / name, depth - 1)
 
 
@@ -200,7 +200,7 @@ def hours(run: RunRecord) -> float | None:
     """Return the hours that a run has trained, by its result or those of the trainings in it; None when not known."""
     seconds = run.result.get("timing", {}).get("train_seconds")
     if seconds is None and run.kind == "comparison":
-        timings = [one["timing"] for _, one in trainings(run.result) if "timing" in one]
+        timings = [result["timing"] for _, result in trainings(run.result) if "timing" in result]
         seconds = sum(timing.get("train_seconds", 0) for timing in timings) if timings else None
     return None if seconds is None else seconds / 3600
 

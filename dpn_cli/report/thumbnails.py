@@ -16,7 +16,7 @@ SIDE, QUALITIES, DENSITY = 144, (80, 50, 20), 0.4
 def thumbnail(pixels: Pixels, side: int = SIDE) -> bytes:
     """Return an image (height, width, 3) as JPEG, its longer side at most `side` pixels.
 
-    Its bytes number at most 0.4 a pixel of a square of that side, whatever the image.
+    Its bytes number at most 0.4 a pixel of a square of that side, for any image.
     """
     image = Image.fromarray(pixels)
     image.thumbnail((side, side))

@@ -11,7 +11,7 @@ from typing import Literal
 
 from dpn_cli.errors import DataError, DpnError
 
-# The way to a score inside result.json; what is there is a number in percent or a list of them.
+# Path of keys to a score in result.json: a number in percent or a list of them.
 Score = tuple[str | int, ...]
 RESULT = "result.json"
 # Locations that are no files: of the hub, of timm, and patterns of shards.
@@ -49,8 +49,8 @@ class PaperTrial:
         weights = locations.weights_of(self.start) if self.start else None
         data = [word for option, name in self.data for word in (option, locations.data.get(name, name))]
         start = ["--checkpoint", str(weights)] if weights else []
-        rest = [*self.words, *start, *data, *locations.settings]
-        return [*self.command.split(), *rest, "--output-dir", folder, "--resume"]
+        options = [*self.words, *start, *data, *locations.settings]
+        return [*self.command.split(), *options, "--output-dir", folder, "--resume"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Locations:
         return self.weights.get(trial.group) or str(self.out / trial.name)
 
     def missing_data(self, trial: PaperTrial) -> list[str]:
-        """Return the names of the data sets that a trial, or what it starts from, needs and that are not here."""
+        """Return the names of the missing data sets of a trial and of the training that it starts from."""
         names = [name for _, name in trial.data if name not in self.data]
         if trial.start and trial.start.group not in self.weights and not self.is_finished(trial.start):
             names += self.missing_data(trial.start)
@@ -117,8 +117,8 @@ class Drawing:
 
     def ready(self, locations: Locations) -> list[PaperTrial]:
         """Return the trials that can be shown: those with a result, and networks that are here."""
-        given = locations.weights if self.by == "inspect" else {}
-        return [trial for trial in self.trials if trial.group in given or locations.is_finished(trial)]
+        available = locations.weights if self.by == "inspect" else {}
+        return [trial for trial in self.trials if trial.group in available or locations.is_finished(trial)]
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Experiment:
 
     Args:
         name: as the command line has it, ``"table1"``.
-        title: what it shows.
+        title: its heading.
         unit: of its numbers.
     """
 
@@ -138,21 +138,21 @@ class Experiment:
     drawings: Sequence[Drawing] = ()
 
     def trials(self, weights: Mapping[str, str]) -> list[PaperTrial]:
-        """Return all trials, each once, those that others start from first; `weights` stand for some of `networks`."""
-        found: dict[str, PaperTrial] = {}
+        """Return all trials, each once, after the trials that they start from; `weights` replace some of `networks`."""
+        trials: dict[str, PaperTrial] = {}
         inspected = (trial for trial in self._inspected() if trial.group not in weights)
-        for trial in (*self._asked(), *inspected):
-            for each in chain(trial, weights):
-                same = found.setdefault(each.name, each)
-                assert same == each, f"two trainings are called {each.name}"
-        return list(found.values())
+        for trial in (*self._scored(), *inspected):
+            for needed in chain(trial, weights):
+                previous = trials.setdefault(needed.name, needed)
+                assert previous == needed, f"two trainings have the name {needed.name}"
+        return list(trials.values())
 
     def networks(self) -> dict[str, PaperTrial]:
-        """Return, by their groups, the trials of which only the network is used; weights can stand for them."""
+        """Return the trials whose network alone is used, by group; weights can replace them."""
         starts = (trial.start for trial in self.trials({}) if trial.start)
         return {trial.group: trial for trial in (*starts, *self._inspected())}
 
-    def _asked(self) -> Iterator[PaperTrial]:
+    def _scored(self) -> Iterator[PaperTrial]:
         for number in self.numbers:
             yield from (*number.trials, *number.minus)
         for drawing in self.drawings:
@@ -178,13 +178,13 @@ def parse_locations(values: Sequence[str], option: str, known: Sequence[str], ex
     """
     locations: dict[str, str] = {}
     for value in values:
-        name, equals, place = value.partition("=")
-        if not equals or not place:
+        name, equals, location = value.partition("=")
+        if not equals or not location:
             raise DpnError(f"{option} {value!r}: write NAME=PLACE, e.g. {example}")
         if name not in known:
             choices = f"{name!r} is none of {', '.join(known)}" if known else "there is none to name for these"
             raise DpnError(f"{option} {value!r}: {choices}")
-        if not ELSEWHERE.match(place) and not Path(place).expanduser().exists():
+        if not ELSEWHERE.match(location) and not Path(location).expanduser().exists():
             raise DataError(f"{option} {value!r}: no such file or folder")
-        locations[name] = place
+        locations[name] = location
     return locations

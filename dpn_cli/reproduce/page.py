@@ -27,7 +27,7 @@ NOTE = (
 
 @dataclass(frozen=True)
 class PaperComparison:
-    """A number of ours, None where nothing is trained, paired_with the paper's.
+    """A number of ours, None where nothing is trained, next to the paper's.
 
     `within` tells whether it lies in the paper's 95 % interval; None where the paper prints no spread.
     """
@@ -94,8 +94,8 @@ def _scores(trials: Sequence[PaperTrial], score: Score, locations: Locations) ->
                 value = value[key]
             except (LookupError, TypeError):
                 value = None
-        several = value if isinstance(value, list) else [] if value is None else [value]
-        values |= {(number, index): value for index, value in enumerate(several)}
+        values_of_trial = value if isinstance(value, list) else [] if value is None else [value]
+        values |= {(number, index): value for index, value in enumerate(values_of_trial)}
     return values
 
 

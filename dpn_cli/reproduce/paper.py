@@ -126,7 +126,7 @@ def _steps(steps: int) -> str:
 
 
 def _chain_makers(start: MakeTrial, next_one: Callable[[PaperTrial, int], PaperTrial]) -> MakeTrial:
-    """Return what makes a training that starts from the one that `start` makes."""
+    """Return a function that creates a training from the network of the one that `start` creates."""
 
     def make(stem: str, seed: int) -> PaperTrial:
         return next_one(start(stem, seed), seed)

@@ -1,4 +1,4 @@
-"""Plan of the experiments: what each needs, what of it is finished, and the cost of the rest.
+"""Plan of the experiments: their data and trainings, and the cost of the unfinished ones.
 
 The cost is the floating-point operations of the configs, in hours at a GPU's rate or at one measured here. Evaluations,
 decoding and the loader are left out.
@@ -36,7 +36,7 @@ ADE20K_CLASSES = 150
 
 
 def describe_experiments(experiments: Sequence[Experiment], locations: Locations) -> list[Json]:
-    """Return what is known of each experiment: trainings and those left, data and weights, operations and hours."""
+    """Describe each experiment: trainings, data, weights, and the FLOPs and hours that are left."""
     trials = {trial.name: trial for experiment in experiments for trial in experiment.trials(locations.weights)}
     rate = measured(list(trials.values()), locations)
     return [_row(experiment, locations, rate) for experiment in experiments]
@@ -44,17 +44,17 @@ def describe_experiments(experiments: Sequence[Experiment], locations: Locations
 
 def _row(experiment: Experiment, locations: Locations, rate: float | None) -> Json:
     trials = experiment.trials(locations.weights)
-    left = [trial for trial in trials if not locations.is_finished(trial)]
+    unfinished = [trial for trial in trials if not locations.is_finished(trial)]
     names = dict.fromkeys(name for trial in trials for _, name in trial.data if name in DATA_SETS)
-    given = [group for group in experiment.networks() if group in locations.weights]
-    operations = flops(left, locations)
+    available = [group for group in experiment.networks() if group in locations.weights]
+    operations = flops(unfinished, locations)
     return {
         "name": experiment.name,
         "title": experiment.title,
         "trainings": len(trials),
-        "left": len(left),
+        "left": len(unfinished),
         "data": {name: locations.data.get(name) for name in names},
-        "weights": {group: locations.weights[group] for group in given},
+        "weights": {group: locations.weights[group] for group in available},
         "flops_left": operations,
         "h100_hours_left": gpu_hours(operations),
         "flops_per_second_here": rate,
@@ -63,7 +63,7 @@ def _row(experiment: Experiment, locations: Locations, rate: float | None) -> Js
 
 
 def print_list(rows: Sequence[Json], locations: Locations, make: Trainings) -> None:
-    """Print the list as a table on stdout, and below it where what is missing is looked for."""
+    """Print the list as a table on stdout, and the search paths of missing data below it."""
     rate = rows[0]["flops_per_second_here"]
     columns = {
         "": [row["name"] for row in rows],
@@ -78,14 +78,14 @@ def print_list(rows: Sequence[Json], locations: Locations, make: Trainings) -> N
     room = console.width - width_of({**columns, "shows": [""]}) + len("shows")
     columns["shows"] = [folded(text, " ", room) for text in columns["shows"]]
     print_columns(columns, right=("left", "H100-h", "h here"))
-    missing = {name for row in rows for name, place in row["data"].items() if not place}
+    missing = {name for row in rows for name, location in row["data"].items() if not location}
     for name in DATA_SETS:
         if name in missing:
             console.print(cell(f"{name}: {DATA_SETS[name]}; looked for in $DPN_DATA_DIR/{name} and ./{name}"))
     if missing:
         console.print("Other locations: --data NAME=PLACE; networks that are here: --weights GROUP=FILE.")
     console.print(
-        f"H100-h: hours of an H100, by the operations of what is left, at {SHARE:.0%} of {H100 / 1e12:.0f} TFLOP/s. "
+        f"H100-h: hours of an H100, by the FLOPs that are left, at {SHARE:.0%} of {H100 / 1e12:.0f} TFLOP/s. "
         "Evaluation and loading are not counted; trainings that tables share are counted in each."
     )
     if rate:
@@ -98,7 +98,7 @@ def print_list(rows: Sequence[Json], locations: Locations, make: Trainings) -> N
 
 def _data(row: Json) -> str:
     """Return the data sets of an experiment, one a line, or two where the name is long."""
-    names = (name if place else f"{name} (missing)" for name, place in row["data"].items())
+    names = (name if location else f"{name} (missing)" for name, location in row["data"].items())
     return "\n".join(folded(name, " ", LONG) for name in names) or "the demo's"
 
 
@@ -107,11 +107,11 @@ def _hours(hours: float) -> str:
 
 
 def flops(trials: Iterable[PaperTrial], locations: Locations) -> int:
-    """Return the operations of trainings, forward and backward."""
+    """Return the FLOPs of trainings, forward and backward."""
     trials = list(trials)
-    one = {trial.group: trial for trial in trials}  # the seeds of a group cost the same
-    prices = {group: _flops(trial, locations) for group, trial in one.items()}
-    return sum(prices[trial.group] for trial in trials)
+    by_group = {trial.group: trial for trial in trials}  # the seeds of a group cost the same
+    costs = {group: _flops(trial, locations) for group, trial in by_group.items()}
+    return sum(costs[trial.group] for trial in trials)
 
 
 def gpu_hours(operations: int) -> float:
@@ -120,30 +120,32 @@ def gpu_hours(operations: int) -> float:
 
 
 def measured(trials: Sequence[PaperTrial], locations: Locations) -> float | None:
-    """Return the operations per second of the trainings that are done here; None without one."""
+    """Return the FLOPs per second of the finished trainings; None without one."""
     operations, seconds = 0, 0.0
     for trial in trials:
-        if locations.is_finished(trial) and (taken := hours(read_run(locations.out / trial.name))):
-            operations, seconds = operations + _flops(trial, locations), seconds + 3600 * taken
+        if locations.is_finished(trial) and (duration := hours(read_run(locations.out / trial.name))):
+            operations, seconds = operations + _flops(trial, locations), seconds + 3600 * duration
     return operations / seconds if seconds else None
 
 
 def _flops(trial: PaperTrial, locations: Locations) -> int:
-    usual = Locations(locations.out, {}, {}, locations.settings)  # the price does not depend on where the data are
-    config, start = layers(trial.line(usual)), layers(chain(trial)[0].line(usual))
+    default_locations = Locations(
+        locations.out, {}, {}, locations.settings
+    )  # the price does not depend on where the data are
+    config, start = layers(trial.line(default_locations)), layers(chain(trial)[0].line(default_locations))
     first, pixels = start.backbone, config.backbone.image_size or start.backbone.image_size
     vit_config = config_from_scratch(
         first.arch, first.stem, first.norm, first.placement, first.norm_options, pixels, first.pool
     )
     if trial.command == "lit train":
         return _lit(config, vit_config)
-    shown = int(config.schedule.steps * config.batch_size)
+    image_draws = int(config.schedule.steps * config.batch_size)
     if trial.command == "finetune vtab":
         trainings = len(choose_tasks(config.data.tasks, config.demo)) * len(config.lrs) * len(config.seeds)
-        return trainings * shown * training_flops(vit_config)
+        return trainings * image_draws * training_flops(vit_config)
     if trial.command == "segment ade20k":
         patches = vit_config.grid[0] * vit_config.grid[1]
-        return shown * (training_flops(vit_config) + 3 * 2 * patches * vit_config.size.width * ADE20K_CLASSES)
+        return image_draws * (training_flops(vit_config) + 3 * 2 * patches * vit_config.size.width * ADE20K_CLASSES)
     images = IMAGES.get(next((name for _, name in trial.data), ""), DEMO_IMAGES)
     runs = list_trials(config) if trial.command == "pretrain" else [config]
     steps = sum(resolve_steps(run, images).schedule.steps for run in runs)

@@ -62,10 +62,10 @@ def arguments_of(line: Sequence[str]) -> tuple[str, dict[str, Any]]:
         return command, dict(context.params)
 
 
-def layers(line: Sequence[str], say: Logger = discard_message) -> Any:
+def layers(line: Sequence[str], log: Logger = discard_message) -> Any:
     """Return the config of a training's command line. Raises `DpnError`."""
     command, arguments = arguments_of(line)
-    return TRAIN_COMMANDS[command].layers(arguments, say)
+    return TRAIN_COMMANDS[command].layers(arguments, log)
 
 
 def run(
@@ -75,7 +75,7 @@ def run(
     console: Console,
     launch: LaunchOptions = IN_THIS_PROCESS,
 ) -> UnfinishedTrials:
-    """Run the trials that have no result, in their order, and return those that still have none.
+    """Run the trials without a result, in order, and return the reasons of the unfinished ones.
 
     A trial that diverges or runs out of memory is noted, and those after it go on; so is one whose process dies, where
     trials run in processes of their own. Everything else raises `DpnError`: a usage or data error would stop other
@@ -164,16 +164,16 @@ def _run_trial(trial: PaperTrial, locations: Locations, console: Console) -> Non
 
 
 def write_scenes(folder: Path) -> None:
-    """Write scenes as PNG files to SPLIT/CLASS folders, unless they are there."""
+    """Write scenes as PNG files to SPLIT/CLASS folders; existing files stay."""
     names = synthetic.LABELS["demo_object"]
-    left = {(split, label): most for split, most in SPLITS.items() for label in range(len(names))}
+    remaining = {(split, label): count for split, count in SPLITS.items() for label in range(len(names))}
     number = FIRST_SCENE
-    while any(left.values()):
+    while any(remaining.values()):
         scene = synthetic.demo_scene(number)
         label = synthetic.label(scene, "demo_object")
-        split = next((split for split in SPLITS if left[split, label]), None)
+        split = next((split for split in SPLITS if remaining[split, label]), None)
         if split:
-            left[split, label] -= 1
+            remaining[split, label] -= 1
             path = folder / split / names[label].replace(" ", "_") / f"{number}.png"
             if not path.is_file():
                 make_folder(path.parent)

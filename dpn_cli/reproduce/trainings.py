@@ -8,7 +8,7 @@ from dpn_cli.config.paths import find_data
 from dpn_cli.reproduce.experiment import PaperTrial, Score
 from tasks.vtab.tasks import DEMO_TASKS, TASKS, Task
 
-# Data sets by the names that their folders have in $DPN_DATA_DIR, and what they are.
+# Titles of data sets, by the names of their folders in $DPN_DATA_DIR.
 DATA_SETS = {
     "imagenet": "ImageNet-1k",
     "imagenet21k": "ImageNet-21k",
@@ -69,7 +69,7 @@ class Trainings:
         return PaperTrial(f"s16plus/{stem}/seed{seed}", "pretrain", words, (("--data", "imagenet"),))
 
     def large(self, source: str, steps: int, arch: str, stem: str, seed: int = 0) -> PaperTrial:
-        """Pre-training by steps on ImageNet-21k or JFT, with a probe on ImageNet-1k in the end; once for all seeds."""
+        """Pre-training by steps on ImageNet-21k or JFT, with a final probe on ImageNet-1k; once for all seeds."""
         words = (source, "--arch", arch, "--stem", stem, "--steps", str(steps))
         data = (("--data", source), ("--fewshot-data", "imagenet"))
         return PaperTrial(f"{source}-{steps // 1000}k/{_slug(arch, stem)}/seed0", "pretrain", words, data)

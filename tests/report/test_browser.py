@@ -25,7 +25,7 @@ def test_a_page_is_shown_without_complaints(tmp_path: Path) -> None:
     result = run_program([str(BROWSER), *options, place.as_uri()])
     assert result.returncode == 0, result.stderr
     assert ":CONSOLE" not in result.stderr, result.stderr
-    for title in ("Overview", "Learning curves", "Scores", "What was run"):
+    for title in ("Overview", "Learning curves", "Scores", "Run"):
         assert f"<h2>{title}</h2>" in result.stdout
     with Image.open(shot) as image:
         pixels = np.array(image.convert("RGB"))

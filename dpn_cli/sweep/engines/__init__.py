@@ -1,1 +1,1 @@
-"""Many trainings at once: what may begin when, and the processes that run them. Knows no task and no torch."""
+"""Engines that run trainings in parallel: processes, Ray, SLURM. Know no task."""
