@@ -207,10 +207,10 @@ def _retrofit(options: RetrofitOptions, console: Console) -> Outcome:
     from dpn_cli.data.image_source import find_images
     from dpn_cli.data.pixels import load
     from dpn_cli.run import signals
-    from dpn_cli.weights.infer_config import config_of
+    from dpn_cli.weights.infer_config import infer_config
     from dpn_cli.weights.retrofit import retrofit
 
-    size = _pair(options.image_size) or config_of(opened).image_size
+    size = _pair(options.image_size) or infer_config(opened).image_size
     reading = ReadOptions(options.reading.decode, options.reading.max_pixels)
     split = find_images(options.data, options.images, options.seed, reading)
     with signals.listen(signals.NO_RESULT), console.counting("retrofit", len(split.labels)) as counted:

@@ -22,7 +22,7 @@ from dpn_cli.config.urls import EXTRAS, is_url
 from dpn_cli.errors import DpnError, StoreError
 from dpn_cli.run import signals
 from dpn_cli.run.files import claimed, is_leftover, replace_file
-from dpn_cli.weights.hub import offline
+from dpn_cli.weights.hub import hub_is_offline
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
@@ -323,7 +323,7 @@ def _client(url: str) -> tuple[Any, str]:
     Raises `DpnError` when it is not installed, `StoreError` when the hub is out of reach.
     """
     scheme = url.partition("://")[0]
-    if scheme == "hf" and offline():
+    if scheme == "hf" and hub_is_offline():
         raise StoreError(f"{url}: the hub is out of reach (or HF_HUB_OFFLINE is set); pass a local copy")
     from fsspec.core import url_to_fs
 

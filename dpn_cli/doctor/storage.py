@@ -56,11 +56,11 @@ def _temporary() -> Finding:
 
 
 def _hub(cache: Path) -> Finding:
-    from dpn_cli.weights.hub import offline
+    from dpn_cli.weights.hub import hub_is_offline
 
     cached = {kind: len(list(cache.glob(f"{kind}s--*"))) for kind in ("model", "dataset")}
     summary = f"{count_noun(cached['model'], 'model')} and {count_noun(cached['dataset'], 'data set')} in its cache"
-    if not offline():
+    if not hub_is_offline():
         return Finding("hub", "ok", f"answers; {summary}")
     if os.environ.get("HF_HUB_OFFLINE"):
         return Finding("hub", "ok", f"not asked (HF_HUB_OFFLINE is set); {summary}")

@@ -26,7 +26,7 @@ from dpn_cli.sweep.grid import SweepConfig, Trial, format_network
 from dpn_cli.sweep.pairs import Result, build_result, print_tables
 from dpn_cli.sweep.scheduler import Work
 from dpn_cli.weights.backbone import LoadReport, backbone_of
-from dpn_cli.weights.resolve_stem import with_own_stem
+from dpn_cli.weights.resolve_stem import resolve_stem
 
 # Files in the folder of a trial that has ended, and in that of a sweep in which some have failed.
 RESULT, PARTIAL = "result.json", "partial.json"
@@ -114,7 +114,7 @@ class SweepRunner:
         for name, network_config in config.by_network().items():
             with prefix_errors(name):
                 finalized = self.finalize(network_config, console, dry_run)
-                backbone = with_own_stem(finalized.backbone, console)
+                backbone = resolve_stem(finalized.backbone, console)
             for seed, trial_config in finalized.model_copy(update={"backbone": backbone}).by_seed().items():
                 network, folder = (name, f"{config.folders[name]}/") if config.compare else (backbone.stem, "")
                 trials.append(Trial(network, seed, f"{folder}seed{seed}", trial_config))

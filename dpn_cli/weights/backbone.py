@@ -1,4 +1,4 @@
-"""`load_backbone`: the one door through which every task gets its Vision Transformer."""
+"""Build and load the Vision Transformer of every task."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dpn_cli.model.config import ViTConfig
 from dpn_cli.model.norms import has_running_norms, set_start_progress
 from dpn_cli.model.vit import DPNViT, posemb_sincos2d, resample_posemb
 from dpn_cli.weights.formats import Checkpoint, State, network_metadata
-from dpn_cli.weights.infer_config import config_of
+from dpn_cli.weights.infer_config import infer_config
 from dpn_cli.weights.locate import open_checkpoint
 from dpn_cli.weights.safetensors_io import write_weights
 
@@ -27,7 +27,7 @@ Rgb = tuple[float, float, float]
 
 @dataclass
 class LoadReport:
-    """Complete record of the steps between a weight file and the network."""
+    """Record of every change between a weight file and the network."""
 
     source: str
     format: str
@@ -42,7 +42,7 @@ class LoadReport:
     notes: list[str] = field(default_factory=list)
 
     def summary(self) -> str:
-        """Return the report in one line, names only where there are few."""
+        """Return the report in one line, with the first names of each list."""
         parts = [f"{self.network}: {self.source} ({self.format}, {self.parameters / 1e6:.2f} M parameters)"]
         parts += [f"{len(self.renamed)} arrays renamed"] if self.renamed else []
         lists = {"resized": self.resized, "dropped": self.dropped, "new": self.new, "assumed": self.assumed}
@@ -55,13 +55,13 @@ class LoadReport:
 
 
 def shorten(names: list[str], most: int = 6) -> str:
-    """Join names with commas, the first ones only where there are many."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    """Join the first `most` names with commas, and count the rest."""
+    suffix = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + suffix
 
 
 class Backbone(DPNViT):
-    """A `DPNViT` that remembers how it was loaded and what its inputs look like."""
+    """A `DPNViT` with its load report and its input range."""
 
     input_mean: Tensor
     input_std: Tensor
@@ -105,30 +105,29 @@ def load_backbone(
     """Build a ViT and fill it from a weight file, or with big_vision's initialisation.
 
     Args:
-        arch: ``"SIZE/PATCH"``; may be left out with a checkpoint, which then decides.
-        stem: one of Table 6's; must be the one that the checkpoint has. None takes the checkpoint's, dpn from scratch.
+        arch: ``"SIZE/PATCH"``; None infers it from the checkpoint.
+        stem: one of Table 6's; must equal the checkpoint's. None takes the checkpoint's, dpn from scratch.
         norm: norm of the blocks, one of `arch.NORMS`; as `stem`, with ln from scratch.
-        placement: where the norms of a block are, one of `arch.PLACEMENTS`; as `stem`, with pre,pre from scratch.
-        norm_options: finer choices, see `NormOptions`; as `stem`.
-        checkpoint: see `open_checkpoint`, or one that is open; None or ``"none"`` starts from scratch.
+        placement: positions of the norms in a block, one of `arch.PLACEMENTS`; as `stem`, with pre,pre from scratch.
+        norm_options: options of the norms, see `NormOptions`; as `stem`.
+        checkpoint: a source for `open_checkpoint`, or an open checkpoint; None or ``"none"`` starts from scratch.
         image_size: pixels, one number or (height, width); position embeddings are resampled to it. None takes
-            the checkpoint's own size, and 224 from scratch.
+            the checkpoint's size, and 224 from scratch.
         num_classes: classes of the head; 0 for none. A new head is zero.
-        head: ``"load"`` takes the checkpoint's head and insists on `num_classes`; ``"new"`` drops it.
+        head: ``"load"`` takes the checkpoint's head, which must have `num_classes`; ``"new"`` drops it.
         pool: ``"tok"``, ``"gap"`` or ``"map"``; None takes the checkpoint's, or ``"tok"`` from scratch.
         pre_logits: from scratch only: add the dense tanh layer before the head.
         posemb: ``"learn"`` or ``"sincos2d"``, fixed; None takes the checkpoint's, or ``"learn"`` from scratch.
         drop_path: stochastic depth rate of the last block; block l of L gets l / (L - 1) of it.
-        drop_path_rescale: divide what is kept by the share that is (Scenic, timm); big_vision does not.
+        drop_path_rescale: divide by the probability of keeping a branch (Scenic, timm); big_vision does not.
         dropout: rate after the position embedding, the attention and both layers of the MLP.
-        grad_checkpointing: trade time for memory in the blocks.
-        align_corners: how position embeddings are resampled, see `resample_posemb`.
+        grad_checkpointing: recompute activations of the blocks in the backward pass.
+        align_corners: mode of resampling position embeddings, see `resample_posemb`.
         seed: of the initialisation from scratch.
 
     Raises:
-        DpnError: unknown arch or stem, or a checkpoint that is another network than asked for.
-        DataError: a missing, damaged or unreachable file, or one that holds no whole network; lists ``-`` and ``+``
-            tensors.
+        DpnError: unknown arch or stem, or a checkpoint of another network.
+        DataError: a missing, damaged or unreachable file, or an incomplete network; lists ``-`` and ``+`` tensors.
     """
     options = None if norm_options is None else NormOptions.model_validate(dict(norm_options))
     dropped: dict[str, Any] = {"drop_path": drop_path, "drop_path_rescale": drop_path_rescale, "dropout": dropout}
@@ -143,10 +142,12 @@ def load_backbone(
         if stem is not None:
             _check_stem_agrees(source, check_stem(stem))
         _check_norms_agree(source, norm and check_norm(norm), placement and check_placement(placement), options)
-        config = replace(config_of(source, arch, pool, image_size), num_classes=num_classes, **dropped)
+        config = replace(infer_config(source, arch, pool, image_size), num_classes=num_classes, **dropped)
         for key, value in (("pre_logits", pre_logits), ("posemb", posemb)):
-            if value not in (None, own := getattr(config, key)):
-                raise DpnError(f"backbone.{key}={value}: {source.source} was trained with {own}; leave the key out")
+            if value not in (None, checkpoint_value := getattr(config, key)):
+                raise DpnError(
+                    f"backbone.{key}={value}: {source.source} was trained with {checkpoint_value}; leave the key out"
+                )
         model = _load(source, config, head, align_corners)
     if grad_checkpointing and has_running_norms(model):
         raise DpnError(
@@ -168,7 +169,7 @@ def config_from_scratch(
     image_size: int | tuple[int, int] | None,
     pool: Pool | None,
 ) -> ViTConfig:
-    """Return the shape of a network from scratch, without a head. Raises `DpnError` without an architecture."""
+    """Return the config of a network from scratch, without a head. Raises `DpnError` without an architecture."""
     if arch is None:
         raise DpnError("--arch is needed to train from scratch; with --checkpoint it is inferred")
     size, side = parse_arch(arch)
@@ -184,13 +185,13 @@ def config_from_scratch(
     )
 
 
-def backbone_of(section: BackboneConfig, **others: Any) -> Backbone:
-    """Load the network of a config's section, whose keys are arguments of `load_backbone`, as `others` are."""
-    return load_backbone(**{**section.model_dump(), **others})
+def backbone_of(section: BackboneConfig, **overrides: Any) -> Backbone:
+    """Load the network of a config's section, whose keys are arguments of `load_backbone`; `overrides` replace them."""
+    return load_backbone(**{**section.model_dump(), **overrides})
 
 
-def load_whole(source: Checkpoint, image_size: int | tuple[int, int] | None) -> Backbone:
-    """Load a network with its head, where it has one, for evaluation; `source` can be used again."""
+def load_with_head(source: Checkpoint, image_size: int | tuple[int, int] | None) -> Backbone:
+    """Load a network with its head, if it has one, for evaluation; `source` stays usable."""
     head = source.state.get("head.weight")
     classes = 0 if head is None else len(head)
     model = load_backbone(
@@ -213,12 +214,12 @@ def export_backbone(model: Backbone, path: Path, extra: Mapping[str, str] | None
 
 
 def describe_backbone(model: Backbone) -> dict[str, str]:
-    """Return the safetensors metadata with which `load_backbone` builds this network again."""
+    """Return the safetensors metadata from which `load_backbone` rebuilds this network."""
     return network_metadata(as_checkpoint(model, {}))
 
 
 def as_checkpoint(model: Backbone, state: State) -> Checkpoint:
-    """Return what a reader would of this network, with `state` for its tensors."""
+    """Return this network as a reader would, with `state` for its tensors."""
     config = model.config
     return Checkpoint(
         state,
@@ -241,17 +242,17 @@ def as_checkpoint(model: Backbone, state: State) -> Checkpoint:
 def _check_norms_agree(
     source: Checkpoint, norm: str | None, placement: str | None, options: NormOptions | None
 ) -> None:
-    """Refuse norms of the blocks that are not those of the weights. Raises `DpnError`."""
-    for option, stated, own in (
+    """Raise `DpnError` if the requested norms of the blocks differ from the checkpoint's."""
+    for option, stated, actual in (
         ("--norm", norm, source.norm),
         ("--placement", placement, source.placement),
         ("backbone.norm_options", options, source.norm_options),
     ):
-        if stated is not None and stated != own:
+        if stated is not None and stated != actual:
             raise DpnError(
-                f"{option} {stated}: {source.source} was trained with {own}. Ways out: leave it out to use this "
-                f"network as it is; --checkpoint with weights that were trained with {stated}; --checkpoint none to "
-                "train from scratch"
+                f"{option} {stated}: {source.source} was trained with {actual}. Ways out: leave it out to use "
+                f"this network as it is; --checkpoint with weights that were trained with {stated}; --checkpoint none "
+                "to train from scratch"
             )
 
 
@@ -267,7 +268,7 @@ def _check_stem_agrees(source: Checkpoint, stem: Stem) -> None:
 
 
 def _load(source: Checkpoint, config: ViTConfig, head: str, align_corners: bool) -> Backbone:
-    """Build the network around the tensors: it is loaded whole or not at all, and holds the only copy of them."""
+    """Build the network and move the tensors into it. Raises as `load_backbone` does."""
     report = LoadReport(
         source.source,
         source.format,
@@ -285,20 +286,20 @@ def _load(source: Checkpoint, config: ViTConfig, head: str, align_corners: bool)
     expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     if expected != shapes:
-        _refuse(report.source, expected, shapes)
-    own = {name: torch.empty(shape) for name, shape in expected.items()}
-    for name, value in own.items():
+        _raise_mismatch(report.source, expected, shapes)
+    weights = {name: torch.empty(shape) for name, shape in expected.items()}
+    for name, value in weights.items():
         value.copy_(state.pop(name))  # one by one, so that a file's tensors are freed as they are copied
-    model.load_state_dict(own, assign=True)
+    model.load_state_dict(weights, assign=True)
     set_start_progress(model)
     return model
 
 
-def _refuse(source: str, expected: dict[str, tuple[int, ...]], shapes: dict[str, tuple[int, ...]]) -> NoReturn:
-    """Say what keeps tensors from being the network: a head of other classes than asked for, or the file itself."""
-    wrong = {name for name in {**expected, **shapes} if expected.get(name) != shapes.get(name)}
+def _raise_mismatch(source: str, expected: dict[str, tuple[int, ...]], shapes: dict[str, tuple[int, ...]]) -> NoReturn:
+    """Raise the error about tensors that do not fit: `DpnError` for another number of classes, else `DataError`."""
+    mismatched = {name for name in {**expected, **shapes} if expected.get(name) != shapes.get(name)}
     head, new = shapes.get(HEAD[0], ()), expected.get(HEAD[0], ())
-    if wrong == set(HEAD) and len(head) == len(new) == 2 and head[1] == new[1]:
+    if mismatched == set(HEAD) and len(head) == len(new) == 2 and head[1] == new[1]:
         raise DpnError(f"{source}: its head has {head[0]} classes, not the {new[0]} that were asked for")
     raise DataError(
         f"{source}: not the tensors of one whole ViT (- missing, + left over: "
@@ -307,10 +308,12 @@ def _refuse(source: str, expected: dict[str, tuple[int, ...]], shapes: dict[str,
 
 
 def _fit_state(state: State, model: Backbone, source: Checkpoint, head: str, align_corners: bool) -> None:
-    """Fit the tensors to the network asked for: another image size, head or pooling, and nothing else."""
+    """Adapt the tensors, in place, to the network's image size, head and pooling."""
     config, report = model.config, model.report
-    unused = ("attn_pool.", *(() if config.has_class_token else ("cls_token",))) if config.pool == "gap" else ()
-    for name in [name for name in state if unused and name.startswith(unused)]:
+    unused_prefixes = (
+        ("attn_pool.", *(() if config.has_class_token else ("cls_token",))) if config.pool == "gap" else ()
+    )
+    for name in [name for name in state if unused_prefixes and name.startswith(unused_prefixes)]:
         state.pop(name)
         report.dropped.append(name)
     if head == "new":
@@ -323,18 +326,18 @@ def _fit_state(state: State, model: Backbone, source: Checkpoint, head: str, ali
         state["pos_embed"] = posemb_sincos2d(config.grid, config.size.width)
         report.notes.append("the position embedding is big_vision's fixed sin-cos one")
     elif "pos_embed" in state and source.grid is not None and source.grid != config.grid:
-        old = source.grid
-        if tuple(state["pos_embed"].shape) == (1, old[0] * old[1], config.size.width):
-            state["pos_embed"] = resample_posemb(state["pos_embed"], old, config.grid, align_corners=align_corners)
+        old_grid = source.grid
+        if tuple(state["pos_embed"].shape) == (1, old_grid[0] * old_grid[1], config.size.width):
+            state["pos_embed"] = resample_posemb(state["pos_embed"], old_grid, config.grid, align_corners=align_corners)
             report.resized.append(
-                f"pos_embed {old[0]}x{old[1]} -> {config.grid[0]}x{config.grid[1]} "
+                f"pos_embed {old_grid[0]}x{old_grid[1]} -> {config.grid[0]}x{config.grid[1]} "
                 f"(bilinear, align_corners={align_corners})"
             )
 
 
 def _difference(expected: dict[str, tuple[int, ...]], shapes: dict[str, tuple[int, ...]], most: int = 12) -> str:
-    """List what is missing (-) and left over (+); a tensor of another shape is both."""
+    """List missing (-) and unexpected (+) tensors; a tensor of another shape is both."""
     lines = [f"- {name} {shape}" for name, shape in expected.items() if shapes.get(name) != shape]
     lines += [f"+ {name} {shape}" for name, shape in shapes.items() if expected.get(name) != shape]
-    more = f", and {len(lines) - most} more" if len(lines) > most else ""
-    return ", ".join(lines[:most]) + more
+    suffix = f", and {len(lines) - most} more" if len(lines) > most else ""
+    return ", ".join(lines[:most]) + suffix

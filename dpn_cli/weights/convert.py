@@ -1,4 +1,4 @@
-"""Inspection of weight files, and conversion to another format, proven on images before anything is written."""
+"""Inspection of weight files, and conversion to another format with a numerical check before writing."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from dpn_cli.model.config import ViTConfig
 from dpn_cli.model.vit import DPNViT
 from dpn_cli.run.artifact_kinds import kind_of
 from dpn_cli.run.files import replace_file
-from dpn_cli.weights.backbone import Backbone, describe_backbone, load_backbone, load_whole
+from dpn_cli.weights.backbone import Backbone, describe_backbone, load_backbone, load_with_head
 from dpn_cli.weights.formats import Checkpoint, check_facts, read_file
 from dpn_cli.weights.formats.state_dict import Rgb
 from dpn_cli.weights.formats.timm_vit import KEY
-from dpn_cli.weights.infer_config import config_of
+from dpn_cli.weights.infer_config import infer_config
 from dpn_cli.weights.safetensors_io import save_weights
 
 TOLERANCE = 1e-5
@@ -35,7 +35,7 @@ PROOF_IMAGES, PROOF_SEED = 4, 0
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about a file that the user states; None leaves what the reader found or assumed."""
+    """Facts about a file that the user states; None leaves the reader's value."""
 
     eps: float | None = None
     act: Act | None = None
@@ -45,7 +45,7 @@ class Facts:
     std: Rgb | None = None
 
     def apply(self, source: Checkpoint) -> Checkpoint:
-        """Return the checkpoint with the stated facts in the place of the assumed ones. Raises `DpnError`."""
+        """Return the checkpoint with the stated facts. Raises `DpnError` for facts that do not fit it."""
         stated = {item.name: value for item in fields(self) if (value := getattr(self, item.name)) is not None}
         assumed = {name: text for name, text in source.assumed.items() if name not in stated}
         notes = [f"{name} {value} as stated by the user" for name, value in stated.items()]
@@ -62,7 +62,7 @@ class Facts:
 
 
 def inspect(source: Checkpoint, image_size: int | tuple[int, int] | None = None) -> dict[str, Any]:
-    """Return what a weight file is, and what loading it at `image_size` (default: its own) would do to it.
+    """Return the architecture of a weight file and the report of loading it at `image_size` (default: the file's).
 
     Raises `DpnError` when it cannot be loaded.
     """
@@ -87,7 +87,7 @@ def inspect(source: Checkpoint, image_size: int | tuple[int, int] | None = None)
         "placement": config.placement,
         "norm_options": config.norm_options.model_dump(exclude_defaults=True),
         "patch": list(config.patch),
-        "grid": list(config_of(source.copy()).grid),
+        "grid": list(infer_config(source.copy()).grid),
         "image_size": list(config.image_size),
         "posemb": config.posemb,
         "pool": config.pool,
@@ -111,26 +111,28 @@ def convert(
     image_size: int | tuple[int, int] | None = None,
     to: Literal["dpn", "timm"] = "dpn",
 ) -> dict[str, Any]:
-    """Write the network of `source`, head included, to a safetensors file; returns what was written and how exact.
+    """Write the network of `source`, head included, to a safetensors file; returns its path, digest and error.
 
-    The written file is loaded again, for ``to="timm"`` by timm into timm's own model, and has to give the same
-    outputs on seeded random images within `TOLERANCE`, relative to the largest, in double precision: rounding says
-    nothing about a file. Raises `DpnError` when it does not, or when timm's model cannot hold the network; nothing is
-    written then. Raises `SaveError` when writing fails.
+    The written file is reloaded, for ``to="timm"`` by timm into timm's model. Its outputs on seeded random images must
+    agree within `TOLERANCE`, relative to the largest, in double precision, since rounding is not the file's fault.
+    Raises `DpnError` when they do not, or when timm's model cannot hold the network; then nothing is written. Raises
+    `SaveError` when writing fails.
     """
-    model = load_whole(source, image_size)
+    model = load_with_head(source, image_size)
     state = model.state_dict() if to == "dpn" else timm_state(model)
-    described = describe_backbone(model) if to == "dpn" else describe_timm(model)
-    metadata = {**described, **source.about, "origin": origin(model)}
+    description = describe_backbone(model) if to == "dpn" else describe_timm(model)
+    metadata = {**description, **source.about, "origin": origin_metadata(model)}
     images = proof_images(model)
     error = 0.0
 
     def write(temporary: Path) -> None:
         nonlocal error
         save_weights(temporary, state, metadata)
-        again = load_whole(read_file(temporary), None) if to == "dpn" else build_timm(temporary)
-        overflow = distance(model, model, images)  # infinite where outputs are no numbers, else zero
-        error = max(overflow, distance(copy.deepcopy(model).double(), again.double(), images.double()))
+        reloaded = load_with_head(read_file(temporary), None) if to == "dpn" else build_timm(temporary)
+        overflow = max_relative_difference(model, model, images)  # infinite where outputs are no numbers, else zero
+        error = max(
+            overflow, max_relative_difference(copy.deepcopy(model).double(), reloaded.double(), images.double())
+        )
         if not error <= TOLERANCE:
             raise DpnError(
                 f"{target}: not written: outputs on {PROOF_IMAGES} random images differ by {error:.1e} (relative), "
@@ -150,8 +152,8 @@ def convert(
     }
 
 
-def origin(model: Backbone) -> str:
-    """Describe, as JSON for a file's metadata, where its weights come from and what was done to them."""
+def origin_metadata(model: Backbone) -> str:
+    """Return the source of the weights and the changes since, as JSON for a file's metadata."""
     report = model.report
     return json.dumps({"source": report.source, "format": report.format, "digest": report.digest,
                        "resized": report.resized, "new": report.new, "assumed": report.assumed,
@@ -159,20 +161,20 @@ def origin(model: Backbone) -> str:
 
 
 def proof_images(model: Backbone) -> Tensor:
-    """Return the seeded random images (n, 3, h, w) on which two networks are compared."""
+    """Return the seeded random images (n, 3, h, w) for comparing two networks."""
     shape = PROOF_IMAGES, 3, *model.config.image_size
     return torch.randn(shape, generator=torch.Generator().manual_seed(PROOF_SEED))
 
 
-def relative_difference(outputs: Tensor, others: Tensor) -> float:
+def relative_difference(outputs: Tensor, other_outputs: Tensor) -> float:
     """Return the largest difference of outputs from others, relative to the largest; infinite if one is not finite."""
-    if not (outputs.isfinite().all() and others.isfinite().all()):
+    if not (outputs.isfinite().all() and other_outputs.isfinite().all()):
         return math.inf
-    return float((outputs - others).abs().max() / outputs.abs().max().clamp(min=1e-30))
+    return float((outputs - other_outputs).abs().max() / outputs.abs().max().clamp(min=1e-30))
 
 
 @torch.no_grad()
-def distance(model: Any, other: Any, images: Tensor) -> float:
+def max_relative_difference(model: Any, other: Any, images: Tensor) -> float:
     """Return the largest relative difference of tokens and outputs of two ViTs, image by image."""
     return max(
         max(
@@ -198,8 +200,8 @@ def timm_state(model: DPNViT) -> dict[str, Tensor]:
         "no attention of another width than the trunk": config.attn_width is not None,
         "no bias in a projection whose norm is followed by another": config.pre_norm and config.stem == "post",
     }
-    for reason, holds in reasons.items():
-        if holds:
+    for reason, is_met in reasons.items():
+        if is_met:
             raise DpnError(f"--to timm: {config}: timm's VisionTransformer has {reason}; use --to dpn")
     state = dict(model.state_dict())
     if config.pre_norm:  # timm's projection has no bias then; ours goes into the positions of the patches
@@ -210,8 +212,8 @@ def timm_state(model: DPNViT) -> dict[str, Tensor]:
 
 
 def _timm_blocks(config: ViTConfig) -> tuple[str, dict[str, Any]] | None:
-    """Return one of timm's models with these norms in its blocks, and its arguments for them; None if there is none."""
-    # How Sub-LN starts is no matter any more; of a class token that joins late timm has none, whatever the norms.
+    """Return the name of a timm model with these norms in its blocks, and its arguments; None if timm has none."""
+    # The initialisation of Sub-LN no longer matters, and `timm_state` refuses a class token that joins late.
     match (
         config.norm,
         config.placement,
@@ -229,9 +231,9 @@ def _timm_blocks(config: ViTConfig) -> tuple[str, dict[str, Any]] | None:
 
 
 def describe_timm(model: Backbone) -> dict[str, str]:
-    """Return safetensors metadata with what timm keeps in a config.json: a model name, its arguments, the inputs."""
+    """Return safetensors metadata with the fields of timm's config.json: model name, arguments and inputs."""
     config = model.config
-    # Any of timm's ViTs with these blocks carries the arguments; they decide all else that its name would.
+    # Any of timm's ViTs with these blocks will do, since the arguments override the rest of its definition.
     name, blocks = _timm_blocks(config) or ("", {})
     arguments = {
         **blocks,
@@ -250,29 +252,29 @@ def describe_timm(model: Backbone) -> dict[str, str]:
     }
     if config.stem == "post":
         arguments["embed_norm_layer"] = "layernorm"
-    described = {
+    description = {
         "norm": config.norm,
         "architecture": name,
         "model_args": arguments,
         "norm_eps": config.eps,
         "pretrained_cfg": {"mean": list(model.mean), "std": list(model.std), "input_size": [3, *config.image_size]},
     }
-    return {KEY: json.dumps(described)}
+    return {KEY: json.dumps(description)}
 
 
 def build_timm(path: Path) -> nn.Module:
-    """Build timm's own VisionTransformer from a file that `convert` wrote for it, and load it strictly."""
+    """Build timm's VisionTransformer from a file that `convert` wrote for it, and load it strictly."""
     import timm
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
-        described = json.loads(file.metadata()[KEY])
+        description = json.loads(file.metadata()[KEY])
     model: nn.Module = timm.create_model(
-        described["architecture"],
-        norm_layer=partial(nn.LayerNorm, eps=described["norm_eps"]),
-        **described["model_args"],
+        description["architecture"],
+        norm_layer=partial(nn.LayerNorm, eps=description["norm_eps"]),
+        **description["model_args"],
     )
-    if described.get("norm") == "none":
+    if description.get("norm") == "none":
         for block in model.get_submodule("blocks").children():
             block.norm1, block.norm2 = nn.Identity(), nn.Identity()
     model.load_state_dict(load_file(path))

@@ -1,4 +1,4 @@
-"""Fold norms that are a scale and a shift in evaluation into the layers beside them: a plain ViT results."""
+"""Fold norms that are a scale and a shift in evaluation into the adjacent layers, which gives a plain ViT."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from dpn_cli.model.block import HeadScale, NormBlock, NormSlots
 from dpn_cli.model.norms import RunningNorm
 from dpn_cli.model.stem import Affine, PatchStem
 from dpn_cli.run.files import replace_file
-from dpn_cli.weights.backbone import Backbone, describe_backbone, load_whole
-from dpn_cli.weights.convert import PROOF_IMAGES, TOLERANCE, origin, proof_images, relative_difference
+from dpn_cli.weights.backbone import Backbone, describe_backbone, load_with_head
+from dpn_cli.weights.convert import PROOF_IMAGES, TOLERANCE, origin_metadata, proof_images, relative_difference
 from dpn_cli.weights.formats import Checkpoint, read_file
 from dpn_cli.weights.safetensors_io import save_weights
 
-Fold = tuple[Tensor, Tensor]
+ScaleShift = tuple[Tensor, Tensor]
 
 
 def fold_file(source: Checkpoint, target: Path) -> dict[str, Any]:
-    """Write the network of `source`, head included, with its norms folded; returns what was written and how exact.
+    """Write the network of `source`, head included, with its norms folded; returns its path, digest and error.
 
-    The written file is loaded again and has to give the outputs of `source` on seeded random images within
-    `TOLERANCE`, relative to the largest. Raises `DpnError` when it does not, and as `fold` does; nothing is written
-    then. Raises `SaveError` when writing fails.
+    The outputs of the reloaded file on seeded random images must agree with those of `source` within `TOLERANCE`,
+    relative to the largest. Raises `DpnError` when they do not, and as `fold` does; then nothing is written. Raises
+    `SaveError` when writing fails.
     """
-    model = load_whole(source, None).double()  # what remains then is the rounding of the weights that are written
-    before = model.config
+    model = load_with_head(source, None).double()  # so that the error is the rounding of the written weights alone
+    original_config = model.config
     images = proof_images(model).double()
     with torch.no_grad():
         expected = model(images)
     folded = fold(model, source.source)
-    metadata = {**describe_backbone(model), **source.about, "origin": origin(model)}
+    metadata = {**describe_backbone(model), **source.about, "origin": origin_metadata(model)}
     state = {name: value.float() for name, value in model.state_dict().items()}
     error = 0.0
 
@@ -45,7 +45,7 @@ def fold_file(source: Checkpoint, target: Path) -> dict[str, Any]:
         nonlocal error
         save_weights(temporary, state, metadata)
         with torch.no_grad():
-            error = relative_difference(expected, load_whole(read_file(temporary), None).double()(images))
+            error = relative_difference(expected, load_with_head(read_file(temporary), None).double()(images))
         if not error <= TOLERANCE:
             raise DpnError(
                 f"{target}: not written: outputs on {PROOF_IMAGES} random images differ by {error:.1e} (relative), "
@@ -56,7 +56,7 @@ def fold_file(source: Checkpoint, target: Path) -> dict[str, Any]:
     return {
         "path": str(target),
         "digest": digest,
-        "before": str(before),
+        "before": str(original_config),
         "after": str(model.config),
         "folded": folded,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -67,33 +67,33 @@ def fold_file(source: Checkpoint, target: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def fold(model: Backbone, source: str = "the network") -> list[str]:
-    """Fold the norms of a network in evaluation into the layers beside them, in place; returns their names.
+    """Fold the norms of a network in evaluation into the adjacent layers, in place; returns their names.
 
-    A norm y = s x + t goes into the linear layer behind it as W diag(s) and b + W t, or into the one before it as
-    diag(s) W and s b + t. Raises `DpnError` when a norm of the blocks depends on its input, or when nothing but the
-    residual stream is beside it, and when there is nothing to fold. NormFormer's scales of the heads are folded, too.
+    A norm y = s x + t is folded into the next linear layer as W diag(s) and b + W t, or into the previous one as
+    diag(s) W and s b + t. NormFormer's head scales are folded, too. Raises `DpnError` when a norm of the blocks depends
+    on its input, when a norm has no adjacent linear layer, and when the network has nothing to fold.
     """
-    config, options, done = model.config, model.config.norm_options, list[str]()
+    config, options, folded_names = model.config, model.config.norm_options, list[str]()
     stem_folds = options.stem == "same" or config.stem == "affine_only"
     if config.norm == "none" or (config.norm == "ln" and not stem_folds):
         raise DpnError(
             f"{source}: {config} has no norm that can be folded: LayerNorm takes its statistics from the input"
         )
     if stem_folds:
-        done += _fold_stem(model, source)
+        folded_names += _fold_stem(model, source)
     if config.norm != "ln":
         for index, block in enumerate(model.blocks):
-            done += _fold_block(block, f"blocks.{index}", source)
+            folded_names += _fold_block(block, f"blocks.{index}", source)
     if options.final == "same":
-        behind = _layer_behind_final_norm(model, source)
-        _fold_into_next(_remove_norm(model, "norm", "network", source), behind)
-        done.append("norm")
+        next_layer = _reader_of_final_norm(model, source)
+        _fold_into_next(_remove_norm(model, "norm", "network", source), next_layer)
+        folded_names.append("norm")
     changes: dict[str, Any] = {"stem": "none"} if stem_folds else {}
     if config.norm != "ln":
-        kept = NormOptions(final=options.final, class_token_at=options.class_token_at)
-        changes |= {"norm": "none", "placement": "pre,pre", "norm_options": kept}
+        remaining_options = NormOptions(final=options.final, class_token_at=options.class_token_at)
+        changes |= {"norm": "none", "placement": "pre,pre", "norm_options": remaining_options}
     model.config = replace(config, **changes)
-    return done
+    return folded_names
 
 
 def _fold_block(block: nn.Module, name: str, source: str) -> list[str]:
@@ -103,42 +103,42 @@ def _fold_block(block: nn.Module, name: str, source: str) -> list[str]:
             f"{source}: {name}.res_scale multiplies the residual stream, which more than one layer reads, and cannot "
             "be folded"
         )
-    done = []
-    for number, half in enumerate(block.norm_slots, 1):
-        which, first, last = ("attn", "qkv", "proj") if number == 1 else ("mlp", "fc1", "fc2")
-        layer: Any = getattr(block, which)
-        after = f"post_norm{number}" if half.pre else f"norm{number}"
-        if half.post and not half.on_branch:
+    folded_names = []
+    for number, slots in enumerate(block.norm_slots, 1):
+        branch, first, last = ("attn", "qkv", "proj") if number == 1 else ("mlp", "fc1", "fc2")
+        layer: Any = getattr(block, branch)
+        post_norm = f"post_norm{number}" if slots.pre else f"norm{number}"
+        if slots.post and not slots.on_branch:
             raise DpnError(
-                f"{source}: {name}.{after} follows the residual sum, which more than one layer reads; only norms "
+                f"{source}: {name}.{post_norm} follows the residual sum, which more than one layer reads; only norms "
                 "before a layer, and after it on the branch (norm_options.post=branch), can be folded"
             )
-        if half.pre:
+        if slots.pre:
             _fold_into_next(_remove_norm(block, f"norm{number}", name, source), getattr(layer, first))
-            done.append(f"{name}.norm{number}")
-        if half.post:
-            _fold_into_previous(_remove_norm(block, after, name, source), getattr(layer, last))
-            done.append(f"{name}.{after}")
+            folded_names.append(f"{name}.norm{number}")
+        if slots.post:
+            _fold_into_previous(_remove_norm(block, post_norm, name, source), getattr(layer, last))
+            folded_names.append(f"{name}.{post_norm}")
         if isinstance(layer.norm, HeadScale):
             scale = layer.norm.scale.double().repeat_interleave(layer.attn_dim // len(layer.norm.scale))
             _fold_into_next((scale, torch.zeros_like(scale)), layer.proj)
             layer.norm = nn.Identity()
         elif not isinstance(layer.norm, nn.Identity):
-            _fold_into_next(_remove_norm(layer, "norm", f"{name}.{which}", source), getattr(layer, last))
-            done.append(f"{name}.{which}.norm")
+            _fold_into_next(_remove_norm(layer, "norm", f"{name}.{branch}", source), getattr(layer, last))
+            folded_names.append(f"{name}.{branch}.norm")
     block.norm_slots = NormSlots(True, False), NormSlots(True, False)
-    return done
+    return folded_names
 
 
-def _remove_norm(module: nn.Module, slot: str, name: str, source: str) -> Fold:
-    """Take a norm out of a module; returns its scale and shift per feature."""
+def _remove_norm(module: nn.Module, slot: str, name: str, source: str) -> ScaleShift:
+    """Replace a norm of a module by an identity; returns its scale and shift per feature."""
     affine = _affine(getattr(module, slot), f"{name}.{slot}", source)
     setattr(module, slot, nn.Identity())
     return affine
 
 
 def _fold_stem(model: Backbone, source: str) -> list[str]:
-    stem, done = model.patch_embed, []
+    stem, folded_names = model.patch_embed, []
     assert isinstance(stem, PatchStem)
     for name in ("norm_in", "norm"):
         if isinstance(getattr(stem, name), nn.Identity):
@@ -153,18 +153,18 @@ def _fold_stem(model: Backbone, source: str) -> list[str]:
             weight, bias = weight * scale[:, None, None, None], bias * scale + shift
         stem.proj.weight.copy_(weight)
         stem.proj.bias.copy_(bias)
-        done.append(f"patch_embed.{name}")
+        folded_names.append(f"patch_embed.{name}")
     if not isinstance(model.norm_posemb, nn.Identity):
         scale, shift = _remove_norm(model, "norm_posemb", "network", source)
         stem.proj.weight.copy_(stem.proj.weight.double() * scale[:, None, None, None])
         stem.proj.bias.copy_(stem.proj.bias.double() * scale + shift)
         model.pos_embed.copy_(model.pos_embed.double() * scale)
-        done.append("norm_posemb")
-    return done
+        folded_names.append("norm_posemb")
+    return folded_names
 
 
-def _layer_behind_final_norm(model: Backbone, source: str) -> nn.Module:
-    """Return the linear layer that alone reads the tokens behind the final norm, pooled or not."""
+def _reader_of_final_norm(model: Backbone, source: str) -> nn.Module:
+    """Return the linear layer that is the only reader of the final norm's output, pooled or not."""
     if model.attn_pool is not None:
         layer: nn.Module = model.attn_pool.kv
     elif model.pre_logits is not None:
@@ -178,7 +178,7 @@ def _layer_behind_final_norm(model: Backbone, source: str) -> nn.Module:
     return layer
 
 
-def _affine(norm: nn.Module, name: str, source: str) -> Fold:
+def _affine(norm: nn.Module, name: str, source: str) -> ScaleShift:
     """Return scale and shift per feature of a norm in evaluation. Raises `DpnError` when it has none."""
     if isinstance(norm, Affine):
         return norm.weight.double(), norm.bias.double()
@@ -192,14 +192,14 @@ def _affine(norm: nn.Module, name: str, source: str) -> Fold:
     return pair
 
 
-def _fold_into_next(affine: Fold, layer: Any) -> None:
+def _fold_into_next(affine: ScaleShift, layer: Any) -> None:
     scale, shift = affine
     weight = layer.weight.double()
     layer.bias.copy_(layer.bias.double() + weight @ shift)
     layer.weight.copy_(weight * scale)
 
 
-def _fold_into_previous(affine: Fold, layer: Any) -> None:
+def _fold_into_previous(affine: ScaleShift, layer: Any) -> None:
     scale, shift = affine
     layer.weight.copy_(layer.weight.double() * scale[:, None])
     layer.bias.copy_(layer.bias.double() * scale + shift)

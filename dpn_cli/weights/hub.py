@@ -1,4 +1,4 @@
-"""The Hugging Face hub: downloads while it answers, the client's cache while it does not."""
+"""Hugging Face hub: downloads while it is online, the client's cache while it is not."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PROBE_SECONDS = 5
 
 
 @cache
-def offline() -> bool:
-    """Return whether the hub is out of reach; if it is, its client fails at once from here on and uses its cache.
+def hub_is_offline() -> bool:
+    """Return whether the hub is out of reach; if it is, its client uses only its cache from now on.
 
     Call it before `datasets` is imported, which reads its own setting then.
     """
@@ -28,30 +28,29 @@ def offline() -> bool:
         with urllib.request.urlopen(request, timeout=PROBE_SECONDS):
             return False
     except urllib.error.HTTPError:
-        return False  # it answered, whatever it thinks of HEAD
+        return False  # an HTTP error is a response, too
     except (OSError, ValueError):
-        get_session().event_hooks = {"request": [_refuse]}
+        get_session().event_hooks = {"request": [_raise_offline]}
         os.environ["HF_DATASETS_OFFLINE"] = "1"
         return True
 
 
-def _refuse(request: object) -> None:
-    """Raise what the client raises of itself where HF_HUB_OFFLINE is set."""
+def _raise_offline(request: object) -> None:
+    """Raise the client's error for HF_HUB_OFFLINE."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     raise OfflineModeIsEnabled("the hub did not answer")
 
 
-def fetch_if_there(repo: str, filename: str) -> str | None:
-    """Return the local path of a file of a hub repository; None where it certainly has no such file.
+def fetch_if_exists(repo: str, filename: str) -> str | None:
+    """Return the local path of a file of a hub repository; None if the repository has no such file.
 
-    Raises `DataError` when that cannot be told, because the download failed, or because the hub is out of reach and its
-    cache knows nothing of the file; it says what to fetch and where to put it.
+    Raises `DataError` when the download fails, or when the hub is out of reach and its cache has no record of the file.
     """
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    unreachable = offline()
+    unreachable = hub_is_offline()
     try:
         return hf_hub_download(repo, filename)
     except LocalEntryNotFoundError as error:

@@ -1,4 +1,4 @@
-"""From a weight file's tensors to the network that they are."""
+"""Infer the architecture of a network from its tensors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dpn_cli.arch import SIZES, Pool, Size, check_image_size, parse_arch, size_n
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.model.config import ViTConfig
 from dpn_cli.weights.formats import Checkpoint
-from dpn_cli.weights.formats.state_dict import settle_positions
+from dpn_cli.weights.formats.state_dict import split_positions
 
 
-def config_of(
+def infer_config(
     source: Checkpoint,
     arch: str | None = None,
     pool: Pool | None = None,
@@ -19,10 +19,10 @@ def config_of(
 ) -> ViTConfig:
     """Infer the architecture from tensor names and shapes and check it against `arch`.
 
-    Raises `DataError` unless the tensors are a whole ViT, `DpnError` when it is not the one asked for.
+    Raises `DataError` unless the tensors are a complete ViT, `DpnError` when it is not `arch`.
     """
     try:
-        settle_positions(source)
+        split_positions(source)
     except DataError as error:
         raise DataError(f"{source.source}: {error}") from error
     state = source.state
@@ -41,19 +41,19 @@ def config_of(
     heads = source.heads or (stated[0].heads if stated else _default_heads(source, width))
     size = Size(width, depth, mlp, heads)
     if stated and (stated != (size, rows) or rows != columns):
-        own = f"{size_name(size) or size}/{rows}"
-        raise DpnError(f"--arch {arch}: {source.source} is {own}; leave --arch out, or pass another checkpoint")
+        file_arch = f"{size_name(size) or size}/{rows}"
+        raise DpnError(f"--arch {arch}: {source.source} is {file_arch}; leave --arch out, or pass another checkpoint")
     if heads < 1 or attn_width % heads:
         raise DataError(
             f"{source.source}: {heads} heads do not divide its attention's {attn_width} features; "
             "state the number with 'dpn checkpoint convert --heads N'"
         )
-    pool, beside = _pooling(source, pool)
+    pool, has_extra_class_token = _pooling(source, pool)
     options = source.norm_options
-    if pool != "tok" and not beside:
+    if pool != "tok" and not has_extra_class_token:
         options = options.model_copy(update={"class_token_at": None})
-    native = None if source.grid is None else (source.grid[0] * rows, source.grid[1] * columns)
-    pixels = check_image_size(image_size or native or 224, (rows, columns))
+    file_size = None if source.grid is None else (source.grid[0] * rows, source.grid[1] * columns)
+    pixels = check_image_size(image_size or file_size or 224, (rows, columns))
     try:
         return ViTConfig(
             size,
@@ -65,7 +65,7 @@ def config_of(
             source.posemb,
             source.eps,
             source.act,
-            mean_beside_class_token=beside,
+            mean_beside_class_token=has_extra_class_token,
             pre_norm="norm_pre.weight" in state,
             fc_norm="fc_norm.weight" in state,
             attn_width=None if attn_width == width else attn_width,
@@ -78,29 +78,32 @@ def config_of(
 
 
 def _pooling(source: Checkpoint, pool: Pool | None) -> tuple[Pool, bool]:
-    """Return the pooling, which has to be the file's own or "gap", and whether a class token stands beside the mean."""
-    own: Pool = "map" if "attn_pool.latent" in source.state else "tok" if "cls_token" in source.state else "gap"
-    beside = own == "tok" and source.pool == "gap"
-    own = "gap" if beside else own
-    if source.pool not in (None, own):
-        raise DataError(f"{source.source}: its pool is {source.pool!r} and its tensors are those of {own!r}")
-    if pool is not None and pool not in ("gap", own):
-        has = "attention pooling" if pool == "map" else "class token that it pools by" if beside else "class token"
-        ways = " or ".join(dict.fromkeys([f"pool={own}", "pool=gap"]))
-        raise DpnError(f"backbone.pool={pool}: {source.source} has no {has}; use {ways}")
-    return pool or own, beside
+    """Return the pooling, which must be the file's or "gap", and whether blocks have a class token that it ignores."""
+    file_pool: Pool = "map" if "attn_pool.latent" in source.state else "tok" if "cls_token" in source.state else "gap"
+    has_extra_class_token = file_pool == "tok" and source.pool == "gap"
+    file_pool = "gap" if has_extra_class_token else file_pool
+    if source.pool not in (None, file_pool):
+        raise DataError(f"{source.source}: its pool is {source.pool!r} and its tensors are those of {file_pool!r}")
+    if pool is not None and pool not in ("gap", file_pool):
+        token = "class token that it pools by" if has_extra_class_token else "class token"
+        missing = "attention pooling" if pool == "map" else token
+        choices = " or ".join(dict.fromkeys([f"pool={file_pool}", "pool=gap"]))
+        raise DpnError(f"backbone.pool={pool}: {source.source} has no {missing}; use {choices}")
+    return pool or file_pool, has_extra_class_token
 
 
-# Widths with one usual number of heads: the standard sizes, shape-optimised, giant and gigantic ViTs.
-USUAL_HEADS = {size.width: size.heads for name, size in SIZES.items() if name not in ("mu", "nano") and "*" not in name}
-USUAL_HEADS |= {1152: 16, 1408: 16, 1536: 16, 1664: 16}
+# Default heads by width: the standard sizes, shape-optimised, giant and gigantic ViTs.
+DEFAULT_HEADS = {
+    size.width: size.heads for name, size in SIZES.items() if name not in ("mu", "nano") and "*" not in name
+}
+DEFAULT_HEADS |= {1152: 16, 1408: 16, 1536: 16, 1664: 16}
 
 
 def _default_heads(source: Checkpoint, width: int) -> int:
-    if width not in USUAL_HEADS:
+    if width not in DEFAULT_HEADS:
         raise DpnError(
             f"{source.source}: the file does not say how many attention heads its {width} features make; "
             f"'dpn checkpoint convert {source.source} OUT.safetensors --heads N' writes one that does"
         )
-    source.assumed["heads"] = f"{USUAL_HEADS[width]} heads (usual for a width of {width})"
-    return USUAL_HEADS[width]
+    source.assumed["heads"] = f"{DEFAULT_HEADS[width]} heads (usual for a width of {width})"
+    return DEFAULT_HEADS[width]

@@ -10,11 +10,11 @@ from dpn_cli.weights.formats import Checkpoint, formats_of, read_file
 from dpn_cli.weights.formats.checkpoint_files import CONFIG_NAMES, INPUTS_NAME, WEIGHT_NAMES
 from dpn_cli.weights.formats.state_dict import Contents
 from dpn_cli.weights.formats.timm_vit import apply_facts, build_empty
-from dpn_cli.weights.hub import fetch_if_there, offline
+from dpn_cli.weights.hub import fetch_if_exists, hub_is_offline
 
 
 def open_checkpoint(checkpoint: str) -> Checkpoint:
-    """Read the weights that ``--checkpoint`` names: a path, ``timm:NAME`` or ``hf-hub:OWNER/NAME[/FILE]``.
+    """Read the weights of ``--checkpoint``: a path, ``timm:NAME`` or ``hf-hub:OWNER/NAME[/FILE]``.
 
     Raises:
         DpnError: a name of another form, or a timm model that is not a ViT.
@@ -22,13 +22,13 @@ def open_checkpoint(checkpoint: str) -> Checkpoint:
     """
     kind, _, name = checkpoint.partition(":")
     if kind == "timm" and name:
-        return _from_timm_model(name)
+        return _open_timm_model(name)
     if kind == "hf-hub" and name:
-        return _from_hub(name)
+        return _open_hub_file(name)
     return read_file(Path(checkpoint).expanduser())
 
 
-def _from_hub(name: str) -> Checkpoint:
+def _open_hub_file(name: str) -> Checkpoint:
     owner, _, rest = name.partition("/")
     repo, _, filename = rest.partition("/")
     if not owner or not repo:
@@ -43,44 +43,44 @@ def _from_hub(name: str) -> Checkpoint:
 
 
 def _fetch_first(repo: str, names: tuple[str, ...]) -> Path:
-    """Fetch the first of some files that a repository has.
+    """Fetch the first of `names` that a repository has.
 
-    Raises `DataError` when it has none, and when the hub fails to say whether it has one: the next is another network.
+    Raises `DataError` when it has none, and when a lookup fails, since the next file may be another network.
     """
-    unknown: DataError | None = None
+    first_error: DataError | None = None
     for name in names:
         try:
-            if path := fetch_if_there(repo, name):
+            if path := fetch_if_exists(repo, name):
                 return Path(path)
         except DataError as error:
-            if not offline():
+            if not hub_is_offline():
                 raise
-            unknown = unknown or error  # the cache knows what was fetched, and not what there is
-    raise unknown or DataError(
+            first_error = first_error or error  # the cache lists fetched files only
+    raise first_error or DataError(
         f"hf-hub:{repo}: it contains none of {', '.join(names)}; name the file: hf-hub:{repo}/FILE"
     )
 
 
 def _fetch_descriptions(repo: str, folder: PurePosixPath, weights: Path) -> None:
-    """Fetch what a library saves beside weights, into their folder.
+    """Fetch the description files of a library into the folder of the weights.
 
-    Raises `DataError` when it cannot be told whether there is any: eps, heads and inputs would be guessed.
+    Raises `DataError` when a lookup fails: eps, heads and inputs would be guessed.
     """
-    unknown: DataError | None = None
+    first_error: DataError | None = None
     paths: dict[str, Path] = {}
     try:
         for name in CONFIG_NAMES:
             try:
-                if path := fetch_if_there(repo, str(folder / name)):
+                if path := fetch_if_exists(repo, str(folder / name)):
                     paths[name] = Path(path)
             except DataError as error:
-                if not offline():
+                if not hub_is_offline():
                     raise
-                unknown = unknown or error
-        if unknown and not paths:
-            raise unknown
+                first_error = first_error or error
+        if first_error and not paths:
+            raise first_error
         if "config.json" in paths and b'"model_type"' in paths["config.json"].read_bytes():
-            fetch_if_there(repo, str(folder / INPUTS_NAME))  # only transformers keeps the inputs apart
+            fetch_if_exists(repo, str(folder / INPUTS_NAME))  # only transformers has the inputs in a separate file
     except DataError as error:
         raise DataError(
             f"{error}. That file describes the weights; name {weights} to read them without it and to assume what it "
@@ -88,31 +88,31 @@ def _fetch_descriptions(repo: str, folder: PurePosixPath, weights: Path) -> None
         ) from error
 
 
-def _from_timm_model(name: str) -> Checkpoint:
-    """Fetch a timm model's weights and take eps, GELU, heads, grid and input range from its own modules."""
+def _open_timm_model(name: str) -> Checkpoint:
+    """Fetch a timm model's weights and read eps, GELU, heads, grid and input range from its modules."""
     import timm
 
     if not timm.is_model(name):
-        close = did_you_mean(name.split(".")[0], timm.list_models()) or "; see timm.list_models('vit_*')"
-        raise DpnError(f"timm:{name}: timm has no such model{close}")
+        suggestion = did_you_mean(name.split(".")[0], timm.list_models()) or "; see timm.list_models('vit_*')"
+        raise DpnError(f"timm:{name}: timm has no such model{suggestion}")
     try:
         apply_facts(Checkpoint({}, "timm", "none", 1e-6, "gelu"), build_empty(name, {}))
     except DataError as error:
         raise DpnError(f"timm:{name}: {error}; dpn reads timm's ViTs") from error
-    unreachable = offline()
+    unreachable = hub_is_offline()
     try:
         model = timm.create_model(name, pretrained=True)
     except (OSError, RuntimeError) as error:  # the hub client's errors are of both kinds
-        where = "the hub is out of reach and the weights are not in its cache" if unreachable else str(error)[:160]
+        reason = "the hub is out of reach and the weights are not in its cache" if unreachable else str(error)[:160]
         raise DataError(
-            f"timm:{name}: {where}. On a machine with a network: "
+            f"timm:{name}: {reason}. On a machine with a network: "
             f"timm.create_model({name!r}, pretrained=True), then copy the hub cache or a state dict "
             "here and pass its path"
         ) from error
     try:
-        (known,) = formats_of(list(model.state_dict()))
+        (file_format,) = formats_of(list(model.state_dict()))
         config = {"architecture": name.split(".")[0], "pretrained_cfg": model.pretrained_cfg}
-        checkpoint = known.read(Contents(model.state_dict(), config=config))
+        checkpoint = file_format.read(Contents(model.state_dict(), config=config))
     except (DataError, ValueError) as error:
         raise DpnError(f"timm:{name}: {error}; dpn reads timm's ViTs") from error
     checkpoint.source = f"timm:{name}"

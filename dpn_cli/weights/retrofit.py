@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from dpn_cli.arch import Stem
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.model.config import ViTConfig
-from dpn_cli.weights.backbone import Backbone, LoadReport, export_backbone, load_whole
-from dpn_cli.weights.convert import origin
+from dpn_cli.weights.backbone import Backbone, LoadReport, export_backbone, load_with_head
+from dpn_cli.weights.convert import origin_metadata
 from dpn_cli.weights.formats import Checkpoint
 
 Batches = Callable[[], Iterator[Tensor]]
@@ -65,11 +65,11 @@ def retrofit(
         raise DpnError(f"{source.source} has stem {source.stem!r}; only a plain stem (none) can be fitted with norms")
     if stem not in FITTED:
         raise DpnError(f"--stem {stem}: has no norms to fit; use {', '.join(FITTED)}")
-    plain = load_whole(source, image_size)
+    plain = load_with_head(source, image_size)
     dual = convert_network(plain, replace(plain.config, stem=stem))
     fitted = fit_stem(plain, dual, images)
     survival = {"fitted": fitted.survives, "copied": fitted.copied}
-    digest = export_backbone(dual, target, {"origin": origin(plain), "retrofit": json.dumps(survival)})
+    digest = export_backbone(dual, target, {"origin": origin_metadata(plain), "retrofit": json.dumps(survival)})
     return {
         "path": str(target),
         "digest": digest,

@@ -19,7 +19,7 @@ KEY = "checksums"
 
 
 def write_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """Put tensors, metadata and their checksums in the place of `path`; returns the file's SHA-256.
+    """Write tensors, metadata and their checksums to `path` atomically; returns the file's SHA-256.
 
     Raises `SaveError` when writing fails.
     """
@@ -29,13 +29,13 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 def save_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write tensors, metadata and their checksums to a file that is not in use yet."""
     state = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    described = {name: text for name, text in metadata.items() if name != KEY}
-    save_file(state, path, {**described, KEY: json.dumps(_checksums(state, described))})
+    other_metadata = {name: text for name, text in metadata.items() if name != KEY}
+    save_file(state, path, {**other_metadata, KEY: json.dumps(_checksums(state, other_metadata))})
     _sort_metadata(path)
 
 
 def _sort_metadata(path: Path) -> None:
-    """Put the metadata of a file in order, so that equal contents are equal files: safetensors writes any order."""
+    """Sort the metadata of a file, so that equal contents are equal files: safetensors does not define its order."""
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")  # of the header: JSON, padded with spaces
         header = json.loads(file.read(size))
@@ -56,7 +56,7 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def verify(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Raise `DataError` unless tensors and metadata are those that were written; files without checksums pass."""
+    """Raise `DataError` if tensors or metadata do not match their checksums; files without checksums pass."""
     if KEY not in metadata:
         return  # of another library, or written before there were checksums
     actual = _checksums(tensors, {name: text for name, text in metadata.items() if name != KEY})
@@ -64,12 +64,12 @@ def verify(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         written = dict(json.loads(metadata[KEY]))
     except ValueError:
         written = {}
-    wrong = [name or "its metadata" for name in {**written, **actual} if written.get(name) != actual.get(name)]
-    if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    damaged = [name or "its metadata" for name in {**written, **actual} if written.get(name) != actual.get(name)]
+    if damaged:
+        suffix = f" and {len(damaged) - 3} more" if len(damaged) > 3 else ""
         raise DataError(
-            f"the file is damaged: {', '.join(wrong[:3])}{more} differ from the checksums that were written with them; "
-            "copy or download the file again, or make it again"
+            f"the file is damaged: {', '.join(damaged[:3])}{suffix} differ from the checksums that were written with "
+            "them; copy or download the file again, or make it again"
         )
 
 

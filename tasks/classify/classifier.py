@@ -23,7 +23,7 @@ from dpn_cli.errors import DpnError
 from dpn_cli.run import artifact_kinds
 from dpn_cli.run.artifact_kinds import WEIGHTS as WEIGHTS
 from dpn_cli.run.artifact_kinds import Kind, resolve
-from dpn_cli.weights.backbone import Backbone, export_backbone, load_whole
+from dpn_cli.weights.backbone import Backbone, export_backbone, load_with_head
 from dpn_cli.weights.formats import Checkpoint
 from dpn_cli.weights.locate import open_checkpoint
 
@@ -102,7 +102,7 @@ def load_classifier(place: str, image_size: Size | None = None, command: str = "
 def classifier_of(source: Checkpoint, image_size: Size | None = None) -> Classifier:
     """Load a classifier from an open checkpoint with a head; see `load_classifier`."""
     head = source.state["head.weight"]
-    model = load_whole(source, image_size)
+    model = load_with_head(source, image_size)
     size = model.config.image_size
     if KEY in source.about:
         described = json.loads(source.about[KEY])

@@ -10,7 +10,7 @@ from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.run import console as terminal
 from dpn_cli.run.console import Console
 from dpn_cli.run.run import open_run
-from dpn_cli.weights.resolve_stem import with_own_stem
+from dpn_cli.weights.resolve_stem import resolve_stem
 from tasks.classify.classifier import WEIGHTS
 from tasks.classify.config import resolve_steps
 from tasks.classify.data import open_data
@@ -29,7 +29,7 @@ def run(config: HighresConfig, launch: LaunchOptions, console: Console) -> dict[
     """Fine-tune and return the result; None on ranks that do not lead and after a dry run."""
     if config.demo:
         console.info(DEMO_NOTE)
-    config = config.model_copy(update={"backbone": with_own_stem(config.backbone, console)})
+    config = config.model_copy(update={"backbone": resolve_stem(config.backbone, console)})
     with open_run(config, config.runtime, "classifier", launch, default_folder(config), console) as run:
         if launch.dry_run:
             dry_run(run, open_data(config), [config], launch)

@@ -18,7 +18,7 @@ from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import barrier, from_leader
 from dpn_cli.run.files import read_object, replace_json
 from dpn_cli.run.run import Run, open_folder, open_run
-from dpn_cli.weights.resolve_stem import with_own_stem
+from dpn_cli.weights.resolve_stem import resolve_stem
 from tasks.classify.classifier import WEIGHTS, load_classifier
 from tasks.classify.config import resolve_steps
 from tasks.classify.data import open_data, open_tuning_splits
@@ -39,7 +39,7 @@ def run(config: PretrainConfig, launch: LaunchOptions, console: Console) -> Json
     """Train and return the result; None on ranks that do not lead and after a dry run."""
     if config.demo:
         console.info(DEMO_NOTE)
-    config = config.model_copy(update={"backbone": with_own_stem(config.backbone, console)})
+    config = config.model_copy(update={"backbone": resolve_stem(config.backbone, console)})
     with open_run(config, config.runtime, "classifier", launch, default_folder(config), console) as run:
         if launch.dry_run:
             dry_run(run, _open_data(config), list_trials(config), launch)

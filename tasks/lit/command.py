@@ -15,7 +15,7 @@ from dpn_cli.run.console import Console, count_noun
 from dpn_cli.run.distributed import World, join
 from dpn_cli.run.run import Run, open_run, run_name
 from dpn_cli.weights.backbone import LoadReport
-from dpn_cli.weights.resolve_stem import with_own_stem
+from dpn_cli.weights.resolve_stem import resolve_stem
 from tasks.lit.batches import tokenize
 from tasks.lit.cache import cached_features
 from tasks.lit.config import LitConfig, resolve_steps
@@ -36,7 +36,7 @@ def run(config: LitConfig, launch: LaunchOptions, console: Console) -> dict[str,
     """Train and return the result; None on ranks that do not lead and after a dry run."""
     if config.demo:
         console.info(DEMO_NOTE)
-    config = config.model_copy(update={"backbone": with_own_stem(config.backbone, console)})
+    config = config.model_copy(update={"backbone": resolve_stem(config.backbone, console)})
     with open_run(config, config.runtime, "towers", launch, default_folder(config), console) as run:
         if launch.dry_run:
             _dry_run(run, launch)

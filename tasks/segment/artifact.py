@@ -11,7 +11,7 @@ from dpn_cli.errors import DataError
 from dpn_cli.run import artifact_kinds
 from dpn_cli.run.artifact_kinds import WEIGHTS as WEIGHTS
 from dpn_cli.run.artifact_kinds import Kind, resolve
-from dpn_cli.weights.backbone import export_backbone, load_whole
+from dpn_cli.weights.backbone import export_backbone, load_with_head
 from dpn_cli.weights.locate import open_checkpoint
 from tasks.segment.config import Evaluation, MaskData
 from tasks.segment.labels import LabelRule
@@ -81,7 +81,7 @@ def load_segmenter(place: str, command: str = "dpn segment predict") -> Segmente
         raise DataError(f"{place}: no such run; pass the folder of a 'dpn segment' run, or its {WEIGHTS}")
     source = open_checkpoint(str(path))
     described = json.loads(source.about[KEY])
-    vit = load_whole(source, None)
+    vit = load_with_head(source, None)
     return Segmenter(
         LinearSegmenter(vit, final_norm=described["final_norm"]).eval(),
         tuple(Class(one["name"], tuple(one["color"])) for one in described["classes"]),

@@ -10,7 +10,7 @@ from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.run import console as terminal
 from dpn_cli.run.console import Console, count_noun
 from dpn_cli.run.run import Run, open_run, run_name
-from dpn_cli.weights.resolve_stem import with_own_stem
+from dpn_cli.weights.resolve_stem import resolve_stem
 from tasks.segment.artifact import WEIGHTS
 from tasks.segment.config import SegmentConfig, resolve_steps
 from tasks.segment.dry_run import dry_run_training
@@ -23,7 +23,7 @@ def run(config: SegmentConfig, launch: LaunchOptions, console: Console) -> dict[
     """Train and return the result; None on ranks that do not lead and after a dry run."""
     if config.demo:
         console.info(DEMO_NOTE)
-    config = config.model_copy(update={"backbone": with_own_stem(config.backbone, console)})
+    config = config.model_copy(update={"backbone": resolve_stem(config.backbone, console)})
     with open_run(config, config.runtime, "segmenter", launch, default_folder(config), console) as run:
         if launch.dry_run:
             _dry_run(run, launch)

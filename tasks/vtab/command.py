@@ -11,7 +11,7 @@ from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.run.console import Console
 from dpn_cli.run.run import Run, open_run, run_name
 from dpn_cli.sweep.runner import check_trial_number
-from dpn_cli.weights.resolve_stem import with_own_stem
+from dpn_cli.weights.resolve_stem import resolve_stem
 from tasks.vtab.config import VtabConfig
 from tasks.vtab.data import check_images, open_task
 from tasks.vtab.dry_run import dry_run_sweep
@@ -29,7 +29,7 @@ def run(config: VtabConfig, launch: LaunchOptions, console: Console) -> dict[str
     if config.demo:
         console.info(DEMO_NOTE)
     if not config.compare:
-        config = config.model_copy(update={"backbone": with_own_stem(config.backbone, console)})
+        config = config.model_copy(update={"backbone": resolve_stem(config.backbone, console)})
     check_trial_number(launch.trial, len(sweep_parts(config)))
     with open_run(config, config.runtime, "sweep", launch, default_folder(config), console) as run:
         if launch.dry_run:

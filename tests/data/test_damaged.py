@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dpn_cli.errors import DataError, DpnError
-from dpn_cli.weights.backbone import export_backbone, load_backbone, load_whole
+from dpn_cli.weights.backbone import export_backbone, load_backbone, load_with_head
 from dpn_cli.weights.formats import read_file
 from support.damage import DAMAGES
 from support.goldens import GOLDENS
@@ -118,7 +118,7 @@ def test_damaged_files_end_in_a_network_or_in_one_line(
         try:
             source = read_file(path)
             source.heads = source.heads or 2
-            state = load_whole(source, 32).state_dict()
+            state = load_with_head(source, 32).state_dict()
         except DpnError as error:
             message, outcome, codes = str(error), "refused", codes | {error.exit_code}
         else:

@@ -316,7 +316,7 @@ def test_the_hub_states_a_digest(folder: Path, monkeypatch: pytest.MonkeyPatch, 
     content = (folder / "pack" / "train" / "000000.tar").read_bytes()
     sent = [bytes(len(content)), content]
     facts = {"size": len(content), "blob_id": "1", "lfs": {"sha256": hashlib.sha256(content).hexdigest()}}
-    monkeypatch.setattr(remote, "offline", lambda: False)
+    monkeypatch.setattr(remote, "hub_is_offline", lambda: False)
     monkeypatch.setattr(HfFileSystem, "info", lambda client, path: {"name": path, **facts})
     monkeypatch.setattr(HfFileSystem, "cat_file", lambda client, path: (folder / "nothing").read_bytes())
     monkeypatch.setattr(HfFileSystem, "get_file", lambda client, path, copy: Path(copy).write_bytes(sent.pop(0)))

@@ -23,7 +23,7 @@ from torch import Tensor
 from dpn_cli.config.network import NormOptions
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.model.norms import set_progress
-from dpn_cli.weights.backbone import load_backbone, load_whole
+from dpn_cli.weights.backbone import load_backbone, load_with_head
 from dpn_cli.weights.convert import Facts, build_timm, convert
 from dpn_cli.weights.fold import fold_file
 from dpn_cli.weights.formats import read_file
@@ -116,7 +116,7 @@ def close(ours: Any, expected: Tensor) -> None:
 def test_networks_of_dtns_code_give_its_outputs(first: int, variance_only: bool, tmp_path: Path) -> None:
     state = make_dtn_state(4, first, variance_only=variance_only)
     source = read_file(saved(state, tmp_path))
-    ours = load_whole(source, None)
+    ours = load_with_head(source, None)
     close(ours, outputs(state, dtn, joins_at=first))
     statistics: Any = "variance" if variance_only else "both"
     blocks = None if first == 3 else first  # 3 of 4 blocks, as 10 of 12, are dpn's default too
@@ -132,7 +132,7 @@ def test_networks_of_dtns_code_give_its_outputs(first: int, variance_only: bool,
 def test_deits_of_slabs_code_give_its_outputs(linear_norm: bool, tmp_path: Path) -> None:
     state = make_slab_state(2, linear_norm=linear_norm)
     source = Facts(heads=HEADS).apply(read_file(saved(state, tmp_path)))
-    ours = load_whole(source, None)
+    ours = load_with_head(source, None)
     expected = outputs(state, rep_bn, joins_at=0)
     close(ours, expected)
     assert (ours.config.norm, ours.config.norm_options) == ("prepbn", NormOptions(final="same"))
@@ -152,11 +152,11 @@ def test_deits_of_slabs_code_give_its_outputs(linear_norm: bool, tmp_path: Path)
     done = fold_file(source, tmp_path / "plain.safetensors")
     assert len(done["folded"]) == 5
     plain = read_file(tmp_path / "plain.safetensors")
-    torch.testing.assert_close(load_whole(plain, None)(images().float()).double(), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(load_with_head(plain, None)(images().float()).double(), expected, atol=1e-4, rtol=1e-4)
     convert(plain, tmp_path / "timm.safetensors", to="timm")
     theirs = build_timm(tmp_path / "timm.safetensors")
     torch.testing.assert_close(theirs(images().float()).double(), expected, atol=1e-4, rtol=1e-4)
-    reloaded = load_whole(read_file(tmp_path / "timm.safetensors"), None)
+    reloaded = load_with_head(read_file(tmp_path / "timm.safetensors"), None)
     torch.testing.assert_close(reloaded(images().float()).double(), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -170,7 +170,7 @@ def test_prepbn_in_its_warm_up_is_layer_norm(tmp_path: Path) -> None:
 def test_dtns_networks_of_layer_norm_are_distinguished_from_timms(tmp_path: Path) -> None:
     state = make_dtn_state(12, 0)
     source = Facts(heads=HEADS).apply(read_file(saved(state, tmp_path)))
-    ours = load_whole(source, None)
+    ours = load_with_head(source, None)
     close(ours, outputs(state, layer_norm, joins_at=10))
     assert "joins at block 10" in source.assumed["class_token_at"]
     with pytest.raises(DpnError, match="no class token that joins behind the first block"):
@@ -189,7 +189,9 @@ def test_dtns_networks_of_layer_norm_are_distinguished_from_timms(tmp_path: Path
     (tmp_path / "config.json").write_text(json.dumps(described))
     theirs = timm.create_model("vit_tiny_patch16_224", **arguments)
     theirs.load_state_dict(make_dtn_state(12, 0))
-    torch.testing.assert_close(load_whole(read_file(tmp_path), None)(images().float()), theirs.eval()(images().float()))
+    torch.testing.assert_close(
+        load_with_head(read_file(tmp_path), None)(images().float()), theirs.eval()(images().float())
+    )
 
 
 @torch.no_grad()
@@ -216,7 +218,7 @@ def test_the_commands_describe_and_convert_such_files(tmp_path: Path) -> None:
         assert line in result.stdout
     completed = run_dpn("checkpoint", "convert", str(path), str(target))
     assert completed.exit_code == 0, completed.stderr
-    close(load_whole(read_file(target), None), outputs(state, dtn, joins_at=3))
+    close(load_with_head(read_file(target), None), outputs(state, dtn, joins_at=3))
     for arguments, message in (
         (["fold", str(path)], "norm1 is a DynamicTokenNorm, which depends on its input"),
         (["convert", str(path), "--to", "timm"], "no such norms in its blocks"),
@@ -229,7 +231,7 @@ def test_the_commands_describe_and_convert_such_files(tmp_path: Path) -> None:
     assert f"'dpn checkpoint convert {deit} OUT.safetensors --heads N' writes one that does" in cli_result.stderr
     folded = run_dpn("checkpoint", "fold", str(deit), str(tmp_path / "folded.safetensors"), "--heads", "4")
     assert folded.exit_code == 0, folded.stderr
-    assert load_whole(read_file(tmp_path / "folded.safetensors"), None).config.size.heads == 4
+    assert load_with_head(read_file(tmp_path / "folded.safetensors"), None).config.size.heads == 4
     assert "prepbn, placement pre,pre, final same" in run_dpn("checkpoint", "inspect", str(deit), "--heads", "4").stdout
 
 

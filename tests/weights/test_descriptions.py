@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from dpn_cli.config.network import NormOptions
 from dpn_cli.errors import DataError, DpnError
-from dpn_cli.weights.backbone import load_backbone, load_whole
+from dpn_cli.weights.backbone import load_backbone, load_with_head
 from dpn_cli.weights.convert import build_timm, convert
 from dpn_cli.weights.formats import read_file
 from dpn_cli.weights.formats.state_dict import IMAGENET_MEAN
@@ -155,14 +155,14 @@ def test_norms_and_pooling_come_from_a_timm_folder_and_go_back_to_timm(
     described = {"architecture": name, "model_args": arguments, "pretrained_cfg": {"mean": [0.1] * 3, "std": [0.2] * 3}}
     (tmp_path / "config.json").write_text(json.dumps(described))
     source = read_file(tmp_path)
-    ours = load_whole(source, None)
+    ours = load_with_head(source, None)
     assert {fact: getattr(ours.config, fact) for fact in facts} == facts
     assert not source.assumed
     assert relative_error(ours(make_images()), theirs(make_images())) < 1e-5
     convert(source, tmp_path / "timm.safetensors", to="timm")
     assert relative_error(build_timm(tmp_path / "timm.safetensors")(make_images()), theirs(make_images())) < 1e-5
     convert(read_file(tmp_path / "timm.safetensors"), tmp_path / "ours.safetensors")
-    reloaded = load_whole(read_file(tmp_path / "ours.safetensors"), None)
+    reloaded = load_with_head(read_file(tmp_path / "ours.safetensors"), None)
     assert reloaded.config == ours.config
     assert relative_error(reloaded(make_images()), theirs(make_images())) < 1e-5
 

@@ -89,7 +89,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, files: dict[str, Path | Exception])
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     for module in ("hub", "locate"):
-        monkeypatch.setattr(f"dpn_cli.weights.{module}.offline", lambda: False)
+        monkeypatch.setattr(f"dpn_cli.weights.{module}.hub_is_offline", lambda: False)
     return asked
 
 
@@ -197,17 +197,17 @@ def test_an_unreachable_hub_is_noticed_immediately(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "0")
     monkeypatch.setattr("dpn_cli.weights.hub.urllib.request.urlopen", refuse)
-    hub.offline.cache_clear()
-    assert hub.offline()
-    assert hub.offline()
+    hub.hub_is_offline.cache_clear()
+    assert hub.hub_is_offline()
+    assert hub.hub_is_offline()
     assert asked == [hub.PROBE_SECONDS]
     try:
         with pytest.raises(LocalEntryNotFoundError) as caught:  # from here on, and without the client's retries
             hf_hub_download("someone/vit", "config.json")
         assert isinstance(caught.value.__cause__, OfflineModeIsEnabled)
         with pytest.raises(DataError, match="out of reach and config.json is not in the local cache"):
-            hub.fetch_if_there("someone/vit", "config.json")
+            hub.fetch_if_exists("someone/vit", "config.json")
         assert os.environ["HF_DATASETS_OFFLINE"] == "1"
     finally:
-        hub.offline.cache_clear()
+        hub.hub_is_offline.cache_clear()
         close_session()

@@ -13,7 +13,7 @@ from PIL import Image
 from dpn_cli.data.decode import file_size, open_image
 from dpn_cli.data.sources.base import Images
 from dpn_cli.errors import DataError, ImageError
-from dpn_cli.weights.hub import offline
+from dpn_cli.weights.hub import hub_is_offline
 
 
 class HubImages(Images):
@@ -112,7 +112,7 @@ def load_hub(name: str, config: str, alone: bool) -> Any:
 
     Raises `DataError` when it cannot be loaded or has no such configuration.
     """
-    offline()  # before the import, which reads it
+    hub_is_offline()  # before the import, which reads it
     import datasets
 
     try:

@@ -48,7 +48,7 @@ class Checkpoint:
 
     `mean` and `std` are those of the inputs it was trained with, on pixels in [0, 1]. `heads`, `grid` and `pool` are
     None where the file does not say; a class token beside ``pool="gap"`` is left out of the mean. `class_slot` tells
-    whether the position embedding has an entry for the class token, before `settle_positions`; None where the format
+    whether the position embedding has an entry for the class token, before `split_positions`; None where the format
     allows both. `renamed` maps names of the file to ours, `dropped` lists tensors outside the image tower, `added`
     those that the format lacks and ours has, with the value that leaves the function as it is. `assumed` holds, by
     fact, what the file does not state; `notes` the rest. `about` is what a file of ours says of more than the network:
@@ -133,7 +133,7 @@ def fuse_qkv(state: State, renamed: dict[str, str]) -> None:
             renamed.update({theirs: fused for theirs, ours in renamed.items() if ours in parts})
 
 
-def settle_positions(checkpoint: Checkpoint) -> None:
+def split_positions(checkpoint: Checkpoint) -> None:
     """Give the class token its own position entry, where there is one, and the rest of the table its grid.
 
     Equivalent; idempotent. Without a stated grid the patches form a square. Raises `DataError` when they cannot, and

@@ -14,7 +14,7 @@ from dpn_cli.engine.seeds import fold
 from dpn_cli.errors import DpnError
 from dpn_cli.model.norms import GradualNorm
 from dpn_cli.run.artifact_kinds import resolve
-from dpn_cli.weights.backbone import Backbone, load_backbone, load_whole
+from dpn_cli.weights.backbone import Backbone, load_backbone, load_with_head
 from dpn_cli.weights.locate import open_checkpoint
 from dpn_cli.weights.retrofit import Batches, convert_network, fit_stem
 from tasks.classify.classifier import Classifier, classifier_of, facts_of, resize_for
@@ -38,7 +38,7 @@ def load_teacher(config: DistillConfig) -> Classifier:
     if "head.weight" in source.state:
         teacher = classifier_of(source, pair)
     else:
-        model = load_whole(source, pair)
+        model = load_with_head(source, pair)
         teacher = Classifier(model, (), "softmax", resize_for(model.config.image_size), facts_of(source))
     teacher.model.requires_grad_(False).eval()
     return teacher

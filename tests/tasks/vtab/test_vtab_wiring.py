@@ -17,7 +17,7 @@ from torch import Tensor
 from dpn_cli.data.resize import resize
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
-from dpn_cli.weights.backbone import export_backbone, load_backbone, load_whole
+from dpn_cli.weights.backbone import export_backbone, load_backbone, load_with_head
 from dpn_cli.weights.locate import open_checkpoint
 from support.vtab import run_vtab
 from tasks.vtab.config import VtabConfig
@@ -154,7 +154,7 @@ def dropping(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def accuracy(weights: Path, root: Path, split: str) -> float:
     """Score a cell's weights on a split by hand: files read by Pillow, the network in eval mode, one batch."""
-    model = load_whole(open_checkpoint(str(weights)), None).eval()
+    model = load_with_head(open_checkpoint(str(weights)), None).eval()
     lines = [line.split() for line in (root / "svhn" / f"{split}.txt").read_text().splitlines()]
     pixels = [np.asarray(Image.open(root / "svhn" / name).convert("RGB")) for name, _ in lines]
     images = torch.stack([resize(image, size=(16, 16)) for image in pixels])
