@@ -1,4 +1,4 @@
-"""The schema of the segmentation config, and where data and weights come from when the command does not say."""
+"""The schema of the segmentation config, and the defaults for data and weights."""
 
 from __future__ import annotations
 
@@ -150,12 +150,12 @@ class Evaluation(Section):
 
     @property
     def beside(self) -> Evaluation | None:
-        """The evaluation whose score stands beside the result; None without one."""
+        """The evaluation whose score is reported next to the result; None without one."""
         return self.model_copy(update={"size": "resize"}) if self.size == "both" else None
 
 
 class SegmentConfig(SweepConfig):
-    """All that ``dpn segment ade20k`` and ``dpn segment folder`` do."""
+    """The config of ``dpn segment ade20k`` and ``dpn segment folder``."""
 
     backbone: SegmentNetwork = SegmentNetwork()
     data: MaskData = MaskData()

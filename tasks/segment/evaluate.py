@@ -73,7 +73,7 @@ def evaluate(options: SegmentEvalOptions, console: Console) -> dict[str, Any] | 
 def score_once(
     segmenter: Segmenter, pairs: Pairs, evaluation: Evaluation, runtime: Runtime, world: World, done: Done = uncounted
 ) -> SegmentScores:
-    """Score a split in one way: at the images' own size where `evaluation` says both."""
+    """Score a split in one way: at the images' own size where its size is ``both``."""
     with engine.precision_of(runtime, world.device):
         plan = segmenter.plan(evaluation)
         return score(segmenter.network, pairs, segmenter.rule, plan, world, workers=runtime.workers, done=done)
@@ -95,8 +95,8 @@ def _check_classes(data: MaskData, segmenter: Segmenter) -> None:
     """Raise `DataError` for data of other classes than the run's; where no names are listed, the run's hold."""
     if data.dataset == "folder" and data.source != "demo" and not class_list_path(data).is_file():
         return
-    names = [one.name for one in classes_of(data)]
-    if names != [one.name for one in segmenter.classes]:
+    names = [label_class.name for label_class in classes_of(data)]
+    if names != [label_class.name for label_class in segmenter.classes]:
         raise DataError(f"--data {data.source}: its {len(names)} classes are not those that the run was trained on")
 
 

@@ -139,7 +139,7 @@ def score(
     workers: int | Literal["auto"],
     done: Done = uncounted,
 ) -> SegmentScores:
-    """Score a network on a split at the labels' own sizes, each image once whatever the ranks.
+    """Score a network on a split at the labels' own sizes, each image once for any number of ranks.
 
     `done` is told how many of this rank's images are done.
 

@@ -18,7 +18,7 @@ Labels = npt.NDArray[np.uint8]
 RawMask = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
 
 IGNORE = 255
-"""The label of pixels that neither loss nor score looks at."""
+"""The label of pixels that loss and score ignore."""
 _UNKNOWN = 254
 # Modes of PIL with one number per pixel: black and white, grey, palette (the index counts), 16 and 32 bits.
 _MODES = ("1", "L", "P", "I;16", "I;16B", "I")
@@ -26,7 +26,7 @@ _MODES = ("1", "L", "P", "I;16", "I;16B", "I")
 
 @dataclass(frozen=True)
 class LabelRule:
-    """Raw value ``label_offset`` + c is class c of `classes`, `ignore` is not looked at, any other value is an error.
+    """Raw value ``label_offset`` + c is class c of `classes`, `ignore` becomes label 255, any other value is an error.
 
     ADE20K's is (150, 1, 0): raw 0 is "other" and ignored, 1…150 are the classes 0…149.
     """
@@ -82,7 +82,7 @@ class LabelRule:
         return (labels.astype(np.uint16) + self.offset).astype(bits)  # type: ignore[return-value]  # one of the two
 
     def explain(self, values: Sequence[int], where: str) -> str:
-        """Say what is wrong with the raw values of a mask, and which convention they look like."""
+        """Describe the raw values of a mask that are no class, and guess their convention."""
         unknown = self.unknown(values)
         shown = ", ".join(map(str, unknown[:5])) + (", …" if len(unknown) > 5 else "")
         return f"{where}: the mask holds {shown}; allowed are {self}. {self._guess(values)}"

@@ -70,21 +70,21 @@ def _classes(path: Path, prefix: str) -> list[Part]:
     try:
         with path.open(encoding="utf-8", newline="") as file:
             read = list(csv.DictReader(file))
-        found = [(row["name"], float(row["iou"])) for row in read if row["iou"]]
+        ious = [(row["name"], float(row["iou"])) for row in read if row["iou"]]
     except (OSError, ValueError, KeyError, csv.Error):
         return [TextBlock("per_class.csv is missing or damaged: the classes' IoU is not known.", warning=True)]
-    if not found:
+    if not ious:
         return [TextBlock("No class occurs in the scored images.")]
-    found.sort(key=lambda one: -one[1])
+    ious.sort(key=lambda class_iou: -class_iou[1])
     rows: list[list[Cell]] = [
         [row["name"], *(float(row[key]) if row[key] else None for key in ("iou", "recall", "precision"))]
         for row in sorted(read, key=lambda row: -float(row["iou"] or -1))
     ]
     columns = ("class", "IoU in %", "recall in %", "precision in %")
     table = Table("Every class", columns, rows, folded=len(rows) > 12)
-    names, values = [name for name, _ in found], [value for _, value in found]
+    names, values = [name for name, _ in ious], [value for _, value in ious]
     title, axis = "IoU by class", "IoU in %"
-    if len(found) <= MOST_BARS:
+    if len(ious) <= MOST_BARS:
         return [BarChart(f"{prefix}iou", title, axis, names, {axis: values}), table]
     line = Series(axis, range(1, len(values) + 1), values)
     return [LineChart(f"{prefix}iou", title, "class, best first", axis, [line]), table]
@@ -102,11 +102,11 @@ def _confusions(folder: Path, prefix: str) -> list[PageSection]:
             counts[true][predicted] = pixels
     except (OSError, ValueError, KeyError, IndexError, csv.Error):
         return [PageSection("Confusions", [TextBlock(f"confusion.csv is missing or damaged; {AGAIN}.")])]
-    whole = sum(pixels for _, _, pixels in cells) or 1
-    wrong = sorted((cell for cell in cells if cell[0] != cell[1]), key=lambda cell: -cell[2])[:WORST_PAIRS]
+    total = sum(pixels for _, _, pixels in cells) or 1
+    confusions = sorted((cell for cell in cells if cell[0] != cell[1]), key=lambda cell: -cell[2])[:WORST_PAIRS]
     rows: list[list[Cell]] = [
-        [names[true], names[predicted], 100 * pixels / whole, 100 * pixels / sum(counts[true])]
-        for true, predicted, pixels in wrong
+        [names[true], names[predicted], 100 * pixels / total, 100 * pixels / sum(counts[true])]
+        for true, predicted, pixels in confusions
     ]
     columns = ("true", "taken for", "% of all pixels", "% of the true class")
     table = Table("Most frequent confusions", columns, rows)
@@ -115,20 +115,20 @@ def _confusions(folder: Path, prefix: str) -> list[PageSection]:
 
 def _images(folder: Path) -> list[PageSection]:
     """Return the best, median and worst images, each in one row with truth, prediction and errors."""
-    kept = read_object(folder / "samples.json")
-    if kept is None:
+    samples = read_object(folder / "samples.json")
+    if samples is None:
         return [PageSection("Images", [TextBlock(f"samples.json is missing or damaged; {AGAIN}.")])]
     parts: list[Part] = []
     for kind in ("best", "median", "worst"):
         images = []
-        for one in kept["images"]:
-            files = [folder / "samples" / f"{one['row']}.{end}" for end in ENDINGS]
-            if one["kind"] == kind and all(file.is_file() for file in files):
-                lines = [[f"mIoU {one['miou']:.1f} %", one["image"]], ["truth"], ["prediction"], ["errors"]]
-                images += [PageImage(file.read_bytes(), said) for file, said in zip(files, lines, strict=True)]
+        for sample in samples["images"]:
+            files = [folder / "samples" / f"{sample['row']}.{end}" for end in ENDINGS]
+            if sample["kind"] == kind and all(file.is_file() for file in files):
+                lines = [[f"mIoU {sample['miou']:.1f} %", sample["image"]], ["truth"], ["prediction"], ["errors"]]
+                images += [PageImage(file.read_bytes(), caption) for file, caption in zip(files, lines, strict=True)]
         if images:
             parts.append(Gallery(f"The {kind} images", images, across=len(ENDINGS)))
     if not parts:
         return []
-    legend = Legend("Classes in these images", kept["colours"])
+    legend = Legend("Classes in these images", samples["colours"])
     return [PageSection("Images", [legend, *parts, TextBlock(ERRORS_SAID)])]

@@ -27,7 +27,7 @@ from tasks.segment.palette import Class
 SAMPLES, FOLDER, CONFUSION = "samples.json", "samples", "confusion.csv"
 # Images of each kind, and the longer side of their images in pixels.
 EACH, SIDE = 3, 176
-# Colours of an error map: right, wrong, not looked at.
+# Colours of an error map: right, wrong, ignored.
 ERRORS = ((216, 221, 227), (213, 94, 0), (255, 255, 255))
 Palette = Sequence[tuple[int, int, int]]
 
@@ -68,12 +68,12 @@ def save_samples(
 
 def select_extremes(each: Sequence[ImageScore]) -> dict[str, list[ImageScore]]:
     """Return the best, median and worst images, the best first; an image is in one of the three."""
-    order = sorted(each, key=lambda one: (-one.miou, one.row))
+    order = sorted(each, key=lambda score: (-score.miou, score.row))
     count = max(1, min(EACH, len(order) // 3))
-    best, rest = order[:count], order[count:]
-    middle, worst = rest[:-count], rest[-count:]
-    begin = max(0, (len(middle) - count) // 2)
-    return {"best": best, "median": middle[begin : begin + count], "worst": worst}
+    best, remaining = order[:count], order[count:]
+    middle, worst = remaining[:-count], remaining[-count:]
+    start = max(0, (len(middle) - count) // 2)
+    return {"best": best, "median": middle[start : start + count], "worst": worst}
 
 
 def _confusions(classes: Sequence[Class], scores: SegmentScores) -> Rows:
@@ -90,7 +90,7 @@ def _draw(
     predicted, truth = (
         labels.cpu().numpy() for labels in predict_row(segmenter.network, pairs, row, segmenter.rule, plan, device)
     )
-    colours = [one.color for one in segmenter.classes]
+    colours = [label_class.color for label_class in segmenter.classes]
     errors = np.where(truth == IGNORE, 2, predicted != truth).astype(np.uint8)
     for name, labels, palette in (
         ("truth", truth, colours),
@@ -105,7 +105,7 @@ def _draw(
 
 
 def _coloured(labels: Labels, palette: Palette) -> Image.Image:
-    """Return labels (h, w) as a small image with a palette; what is not looked at is white."""
+    """Return labels (h, w) as a small image with a palette; ignored pixels are white."""
     image = Image.fromarray(labels)
     values = [value for colour in palette for value in colour]
     image.putpalette(values + [255] * (768 - len(values)))

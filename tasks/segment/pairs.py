@@ -36,7 +36,7 @@ WHOLE = ReadOptions(shrink=False)
 class Pairs(ABC):
     """A split of images and masks, which are opened on demand with the options in `reading`.
 
-    `names` tell the pairs apart, in alphabetical order or a hub data set's own; `sizes` are the encoded bytes of
+    `names` identify the pairs, in alphabetical order or a hub data set's own; `sizes` are the encoded bytes of
     image and mask.
     """
 
@@ -100,14 +100,14 @@ class FolderPairs(Pairs):
         images, masks = (
             _files(folder, kinds) for folder, kinds in zip(folders, (SUFFIXES, MASK_SUFFIXES), strict=True)
         )
-        for files, partners, what in ((images, masks, "annotation"), (masks, images, "image")):
-            alone = [name for name in files if name not in partners]
-            folder = folders[1] if what == "annotation" else folders[0]
-            for name in alone:
+        for files, partners, kind in ((images, masks, "annotation"), (masks, images, "image")):
+            unpaired = [name for name in files if name not in partners]
+            folder = folders[1] if kind == "annotation" else folders[0]
+            for name in unpaired:
                 report_error(
                     DataError(
-                        f"{files[name]}: no {what} of that name in {folder} "
-                        f"({len(alone)} of {len(files)} have none); every image needs its mask"
+                        f"{files[name]}: no {kind} of that name in {folder} "
+                        f"({len(unpaired)} of {len(files)} have none); every image needs its mask"
                     )
                 )
         if not images:
@@ -158,16 +158,18 @@ class HubPairs(Pairs):
     def __init__(self, place: str, split: str, image: str | None, mask: str | None) -> None:
         import datasets
 
-        own = find_hub_split(place, split)
+        hub_split = find_hub_split(place, split)
         rows = load_hub(*parse_hub_source(place), True)
-        if own is None:
+        if hub_split is None:
             raise DataError(f"--data {place}: no {split} split; the data set has {', '.join(sorted(rows))}")
-        rows = rows[own]
-        self.place = f"{place}, split {own}"
+        rows = rows[hub_split]
+        self.place = f"{place}, split {hub_split}"
         images = [name for name, feature in rows.features.items() if type(feature).__name__ == "Image"]
         mask = mask or next((name for name in MASK_COLUMNS if name in images), None)
-        others = [name for name in images if name != mask]
-        image = image or ("image" if "image" in others else others[0] if len(others) == 1 else None)
+        image_columns = [name for name in images if name != mask]
+        image = image or (
+            "image" if "image" in image_columns else image_columns[0] if len(image_columns) == 1 else None
+        )
         if image not in images or mask not in images:
             raise DataError(
                 f"{self.place}: which columns hold images and masks? The columns of images are "
@@ -242,26 +244,26 @@ def _scene(number: int) -> tuple[Pixels, Pixels]:
 class PairsSubset(Pairs):
     """Some rows of a split."""
 
-    def __init__(self, whole: Pairs, rows: Sequence[int]) -> None:
-        self.whole, self.rows, self.reading = whole, list(rows), whole.reading
-        self.names = [whole.names[row] for row in self.rows]
-        self.sizes = [whole.sizes[row] for row in self.rows]
+    def __init__(self, pairs: Pairs, rows: Sequence[int]) -> None:
+        self.pairs, self.rows, self.reading = pairs, list(rows), pairs.reading
+        self.names = [pairs.names[row] for row in self.rows]
+        self.sizes = [pairs.sizes[row] for row in self.rows]
 
     def where(self, index: int) -> str:
-        """Name the place of an image in the whole."""
-        return self.whole.where(self.rows[index])
+        """Name the place of an image in the full split."""
+        return self.pairs.where(self.rows[index])
 
     def where_mask(self, index: int) -> str:
-        """Name the place of a mask in the whole."""
-        return self.whole.where_mask(self.rows[index])
+        """Name the place of a mask in the full split."""
+        return self.pairs.where_mask(self.rows[index])
 
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet."""
-        return self.whole.open(self.rows[index])
+        return self.pairs.open(self.rows[index])
 
     def open_mask(self, index: int) -> Image.Image:
         """Open a mask, not decoded yet."""
-        return self.whole.open_mask(self.rows[index])
+        return self.pairs.open_mask(self.rows[index])
 
 
 def open_pairs(data: MaskData, split: str) -> Pairs:
@@ -272,22 +274,22 @@ def open_pairs(data: MaskData, split: str) -> Pairs:
 
 
 def _open_pairs(data: MaskData, split: str) -> Pairs:
-    place = data.source or "demo"
-    if place == "demo":
+    source = data.source or "demo"
+    if source == "demo":
         return ScenePairs(*DEMO_SPLITS[split])
-    if is_hub(place):
-        return HubPairs(place, split, data.image_column, data.mask_column)
-    root = Path(place).expanduser()
+    if is_hub(source):
+        return HubPairs(source, split, data.image_column, data.mask_column)
+    root = Path(source).expanduser()
     if not root.is_dir():
         raise DataError(
-            f"--data {place}: no such folder; it holds images/{{training,validation}} and "
+            f"--data {source}: no such folder; it holds images/{{training,validation}} and "
             "annotations/{training,validation}. 'demo' is the built-in data, hf:OWNER/NAME a hub data set"
         )
     return FolderPairs(root, SPLITS[split])
 
 
 def take(pairs: Pairs, fraction: float) -> Pairs:
-    """Return a share of a split, rounded down: the first pairs of a fixed shuffle, so larger shares contain smaller.
+    """Return a fraction of a split, rounded down: the first pairs of a fixed shuffle, so subsets are nested.
 
     App. G does not say which images; the shuffle is NumPy's legacy generator with seed 0, the same on every machine.
     """

@@ -88,7 +88,7 @@ def predict(options: SegmentPredictOptions, console: Console) -> Predictions:
 
 
 def _image_sizes(pixels: Pixels, plan: WindowPlan) -> tuple[Pixels, list[Tensor]]:
-    """Return the pixels, and the image at each size at which the plan looks at it."""
+    """Return the pixels, and the image at each size of the plan."""
     size = pixels.shape[0], pixels.shape[1]
     return pixels, [resize_image(pixels, plan.size(size, ratio)) for ratio in plan.ratios]
 
@@ -100,26 +100,26 @@ def _write_prediction(
     counts = np.array(Image.fromarray(labels).histogram())
     order = [int(index) for index in np.argsort(-counts, kind="stable") if counts[index]]
     shares = [(segmenter.classes[index], counts[index] / labels.size) for index in order]
-    drawn = {
+    drawings = {
         "labels": draw_labels(labels, segmenter.rule, segmenter.classes),
         "overlay": draw_overlay(pixels, labels, segmenter.classes),
         "legend": draw_legend(shares),
     }
-    files = {kind: place.with_name(f"{place.name}.{kind}.png") for kind in drawn}
-    for kind, image in drawn.items():
+    files = {kind: place.with_name(f"{place.name}.{kind}.png") for kind in drawings}
+    for kind, image in drawings.items():
         _save(image, files[kind])
     classes = [
-        {"value": index + segmenter.rule.offset, "name": one.name, "share": float(share)}
-        for index, (one, share) in zip(order, shares, strict=True)
+        {"value": index + segmenter.rule.offset, "name": label_class.name, "share": float(share)}
+        for index, (label_class, share) in zip(order, shares, strict=True)
     ]
-    return {kind: str(file) for kind, file in files.items()}, drawn["overlay"], classes
+    return {kind: str(file) for kind, file in files.items()}, drawings["overlay"], classes
 
 
 def _summary(results: Sequence[dict[str, Any]], segmenter: Segmenter) -> list[Part]:
     """Return the colours of the classes in some images, and how often and how large they are."""
     shares: dict[int, list[float]] = {}
-    for one in (one for result in results for one in result["classes"]):
-        shares.setdefault(one["value"] - segmenter.rule.offset, []).append(one["share"])
+    for entry in (entry for result in results for entry in result["classes"]):
+        shares.setdefault(entry["value"] - segmenter.rule.offset, []).append(entry["share"])
     order = sorted(shares, key=lambda index: -sum(shares[index]))
     rows: list[Sequence[Cell]] = [
         (segmenter.classes[index].name, len(shares[index]), 100 * sum(shares[index]) / len(results)) for index in order
@@ -131,58 +131,60 @@ def _summary(results: Sequence[dict[str, Any]], segmenter: Segmenter) -> list[Pa
 
 
 def _lines(result: dict[str, Any]) -> Sequence[str]:
-    named = ", ".join(f"{one['name']} {one['share']:.1%}" for one in result["classes"][:MOST_NAMED])
-    more = len(result["classes"]) - MOST_NAMED
-    return [named + (f" and {more} more" if more > 0 else ""), result["image"]]
+    named = ", ".join(f"{entry['name']} {entry['share']:.1%}" for entry in result["classes"][:MOST_NAMED])
+    remaining = len(result["classes"]) - MOST_NAMED
+    return [named + (f" and {remaining} more" if remaining > 0 else ""), result["image"]]
 
 
 def _images(options: SegmentPredictOptions, console: Console) -> list[Path]:
     """Return the images to read: of a folder that has the output folder in it, none that an earlier call wrote.
 
-    Raises `DataError` where there is none.
+    Raises `DataError` when no image is left.
     """
-    output, paths, left = real_path(options.output_dir), list[Path](), 0
-    for place in options.images:
-        found = find_image_files([place])
-        if place.is_dir() and output.is_relative_to(real_path(place)):
-            kept = [path for path in found if not path.name.endswith(ENDINGS)]
-            left += len(found) - len(kept)
-            found = kept
-        paths += found
-    if left:
+    output, paths, skipped = real_path(options.output_dir), list[Path](), 0
+    for location in options.images:
+        matches = find_image_files([location])
+        if location.is_dir() and output.is_relative_to(real_path(location)):
+            retained = [path for path in matches if not path.name.endswith(ENDINGS)]
+            skipped += len(matches) - len(retained)
+            matches = retained
+        paths += matches
+    if skipped:
         console.warn(
-            f"left out {count_noun(left, 'image')} called *{', *'.join(ENDINGS)}: the folder of -o is inside that of "
-            "the images, and these are what this command writes there"
+            f"left out {count_noun(skipped, 'image')} called *{', *'.join(ENDINGS)}: the folder of -o is inside that "
+            "of the images, and these are what this command writes there"
         )
     if not paths:
         raise DataError("no image is left; name folders with other images, or another -o")
     return paths
 
 
-def _check_outputs(paths: Sequence[Path], places: Sequence[Path]) -> None:
+def _check_outputs(paths: Sequence[Path], prefixes: Sequence[Path]) -> None:
     """Raise `DpnError` where an image would be written over by the files that begin with one of `places`."""
-    written = {real_path(place.with_name(place.name + ending)) for place in places for ending in ENDINGS}
-    if over := next((path for path in paths if real_path(path) in written), None):
+    output_paths = {real_path(prefix.with_name(prefix.name + ending)) for prefix in prefixes for ending in ENDINGS}
+    if over := next((path for path in paths if real_path(path) in output_paths), None):
         raise DpnError(f"{over}: would be written over by the files of another image; pass another -o")
 
 
 def _unique_file_names(paths: Sequence[Path]) -> list[str]:
-    """Return the names under which the images' files are written: without endings, where that tells them apart.
+    """Return the names under which the images' files are written: without endings where these are unique.
 
-    Where two are the same, the folders that tell them apart stand before them; images of one folder that differ in
+    Where two are the same, the folders that differ are prepended; images of one folder that differ in
     the ending alone keep it. Raises `DpnError` when two would be written to the same files all the same.
     """
     names = [path.stem for path in paths]
     if len(set(names)) < len(names):
-        places = [real_path(path.parent) / path.stem for path in paths]
-        root = os.path.commonpath([place.parent for place in places])
-        names = [str(place.relative_to(root)) for place in places]
+        prefixes = [real_path(path.parent) / path.stem for path in paths]
+        root = os.path.commonpath([prefix.parent for prefix in prefixes])
+        names = [str(prefix.relative_to(root)) for prefix in prefixes]
     times = Counter(names)
     names = [name + path.suffix if times[name] > 1 else name for name, path in zip(names, paths, strict=True)]
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
-        both = [str(path) for path, name in zip(paths, names, strict=True) if name == twice]
-        raise DpnError(f"{both[0]} and {both[1]}: both would be written as {twice}.labels.png; predict them apart (-o)")
+        clashing = [str(path) for path, name in zip(paths, names, strict=True) if name == twice]
+        raise DpnError(
+            f"{clashing[0]} and {clashing[1]}: both would be written as {twice}.labels.png; predict them apart (-o)"
+        )
     return names
 
 
@@ -195,26 +197,26 @@ def draw_labels(labels: Labels, rule: LabelRule, classes: Sequence[Class]) -> Im
     raw = rule.raw(labels)
     image = Image.fromarray(raw)
     if raw.dtype == np.uint8:
-        image.putpalette([0] * 3 * rule.offset + [value for one in classes for value in one.color])
+        image.putpalette([0] * 3 * rule.offset + [value for label_class in classes for value in label_class.color])
     return image
 
 
 def draw_overlay(pixels: Pixels, labels: Labels, classes: Sequence[Class]) -> Image.Image:
     """Return the image with the classes' colours laid over it."""
-    drawn = Image.fromarray(labels)
-    drawn.putpalette([value for one in classes for value in one.color])
-    return Image.blend(Image.fromarray(pixels), drawn.convert("RGB"), STRENGTH)
+    overlay = Image.fromarray(labels)
+    overlay.putpalette([value for label_class in classes for value in label_class.color])
+    return Image.blend(Image.fromarray(pixels), overlay.convert("RGB"), STRENGTH)
 
 
 def draw_legend(shares: Sequence[tuple[Class, float]]) -> Image.Image:
     """Return an image of classes, their colours as in an overlay on grey, with their share of the pixels."""
     font = ImageFont.load_default(14)
-    lines = [f"{one.name}  {share:.1%}" for one, share in shares]
+    lines = [f"{label_class.name}  {share:.1%}" for label_class, share in shares]
     width = int(max(font.getlength(line) for line in lines)) + ROW + 20
     image = Image.new("RGB", (width, ROW * len(lines) + 8), "white")
     draw = ImageDraw.Draw(image)
-    for index, (line, (one, _)) in enumerate(zip(lines, shares, strict=True)):
+    for index, (line, (label_class, _)) in enumerate(zip(lines, shares, strict=True)):
         top = 4 + ROW * index
-        draw.rectangle((6, top + 3, ROW, top + ROW - 3), fill=one.color, outline="black")
+        draw.rectangle((6, top + 3, ROW, top + ROW - 3), fill=label_class.color, outline="black")
         draw.text((ROW + 10, top + 2), line, fill="black", font=font)
     return image

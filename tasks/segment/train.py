@@ -73,7 +73,7 @@ def open_data(config: SegmentConfig) -> SegmentData:
 def train(run: Run[SegmentConfig]) -> Json:
     """Run or finish a training in the folder of the run and return its result, which is written there too.
 
-    Raises `DpnError` and its subclasses; what was trained until then is kept.
+    Raises `DpnError` and its subclasses; the last checkpoint stays.
     """
     folder, world, console = run.folder, run.world, run.console
     data = open_data(run.config)
@@ -135,7 +135,7 @@ def passes(config: SegmentConfig, data: SegmentData) -> float:
 
 
 def describe_length(config: SegmentConfig, data: SegmentData) -> str:
-    """Say how many images are trained on for how many steps and passes, and what an epoch-scaled length would be."""
+    """Log the number of images, steps and passes, and what an epoch-scaled length would be."""
     share = f" of {data.whole} (fraction {config.data.fraction:g}, list {list_digest(data.train)})"
     text = (
         f"{len(data.train)}{share if config.data.fraction < 1 else ''} images to train on, {len(data.val)} to "
@@ -149,7 +149,7 @@ def describe_length(config: SegmentConfig, data: SegmentData) -> str:
 
 
 def _check_data(config: SegmentConfig, data: SegmentData, folder: RunFolder, world: World, console: Console) -> Json:
-    """Read a sample of masks, and see that a resumed run meets the classes and images it began with."""
+    """Read a sample of masks, and check that a resumed run has the classes and images of its start."""
     facts: Json = {
         "classes": [one.name for one in data.classes],
         "data": {"train": fingerprint(data.train), "val": fingerprint(data.val)},

@@ -112,13 +112,13 @@ def _crop(labels: Labels, size: Size, how: SegmentAugmentation, draw: Draw) -> t
         return top, int(draw() * (size[1] - width + 1)), height, width
 
     for _ in range(CROP_TRIES if how.cat_max < 1 else 0):
-        chosen = box()
-        cropped = crop_labels(labels, size, chosen)
+        crop_box = box()
+        cropped = crop_labels(labels, size, crop_box)
         counts = torch.bincount(torch.from_numpy(cropped).flatten(), minlength=IGNORE + 1)[:IGNORE]  # NumPy's is slower
         if counts.count_nonzero() > 1 and int(counts.max()) / int(counts.sum()) < how.cat_max:
-            return chosen, cropped
-    chosen = box()
-    return chosen, crop_labels(labels, size, chosen)
+            return crop_box, cropped
+    crop_box = box()
+    return crop_box, crop_labels(labels, size, crop_box)
 
 
 def photometric_distortion(image: Tensor, draw: Draw) -> Tensor:
@@ -193,10 +193,10 @@ def shift_hue(rgb: Tensor, steps: int) -> Tensor:
     is_green = not_red - is_blue
     # The hue in steps, which are 30 from a colour to the next, from the difference of the two channels that are not the
     # largest: green - blue with red, and what the others have beyond that.
-    beside_red = green - blue
-    scratch = torch.sub(blue, red).sub_(beside_red)
-    hue = torch.addcmul(beside_red, is_green, scratch)
-    torch.sub(red, green, out=scratch).sub_(beside_red)
+    difference = green - blue
+    scratch = torch.sub(blue, red).sub_(difference)
+    hue = torch.addcmul(difference, is_green, scratch)
+    torch.sub(red, green, out=scratch).sub_(difference)
     hue.addcmul_(is_blue, scratch).mul_(30).div_(torch.clamp(chroma, min=1))
     hue.add_(not_red.add_(is_blue), alpha=60).add_(steps + 0.5).floor_()
     hue.add_(torch.neg(hue, out=scratch).clamp_(0, 1), alpha=180).div_(30)  # below zero is once around

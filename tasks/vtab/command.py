@@ -1,4 +1,4 @@
-"""Runs the sweep of a settled config, or its dry run."""
+"""The sweep of a resolved config, or its dry run."""
 
 from __future__ import annotations
 

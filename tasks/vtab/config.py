@@ -47,8 +47,8 @@ Augment = Annotated[
 
 
 def _complete_tasks(incomplete: str) -> list[str]:
-    done, _, word = incomplete.rpartition(",")
-    return [f"{done},{name}".lstrip(",") for name in task_names() if name.startswith(word)]
+    completed, _, word = incomplete.rpartition(",")
+    return [f"{completed},{name}".lstrip(",") for name in task_names() if name.startswith(word)]
 
 
 TASKS_FLAG = flag(
@@ -86,12 +86,14 @@ class VtabData(ImageReading):
     @classmethod
     def _every_task(cls, augment: dict[str, Augment], info: ValidationInfo) -> dict[str, Augment]:
         """Add the tasks that are not named; drop tasks with usual values that the data do not have."""
-        here, others = (TASKS, DEMO_TASKS) if info.data.get("source") != "demo" else (DEMO_TASKS, TASKS)
-        usual, elsewhere = ({task.name: task.augment for task in table} for table in (here, others))
+        data_tasks, other_tasks = (TASKS, DEMO_TASKS) if info.data.get("source") != "demo" else (DEMO_TASKS, TASKS)
+        defaults, other_defaults = ({task.name: task.augment for task in table} for table in (data_tasks, other_tasks))
         for name, value in augment.items():
-            if name not in usual and elsewhere.get(name) != value:
-                raise ValueError(f"{name}: not a task of these data; use {', '.join(usual)}{did_you_mean(name, usual)}")
-        return {name: augment.get(name, value) for name, value in usual.items()}
+            if name not in defaults and other_defaults.get(name) != value:
+                raise ValueError(
+                    f"{name}: not a task of these data; use {', '.join(defaults)}{did_you_mean(name, defaults)}"
+                )
+        return {name: augment.get(name, value) for name, value in defaults.items()}
 
 
 class VtabNetwork(BackboneConfig):
@@ -173,7 +175,7 @@ def finalize(config: VtabConfig) -> VtabConfig:
     weights: VTAB measures what pre-training brings.
     """
     choose_tasks(config.data.tasks, config.demo)
-    networks = [each.backbone for each in config.by_network().values()]
+    networks = [network_config.backbone for network_config in config.by_network().values()]
     patch = math.lcm(*(parse_arch(network.arch)[1] for network in networks if network.arch))
     fits = config.demo and SCRATCH_PIXELS % patch == 0  # an unusual patch size is refused with the image size
     pixels = math.ceil(DEMO_PIXELS / patch) * patch if fits else SCRATCH_PIXELS
@@ -188,7 +190,9 @@ def finalize(config: VtabConfig) -> VtabConfig:
             pixels=pixels,
         )
         backbone = backbone.model_copy(update={"checkpoint": start.checkpoint})
-    settled = config.model_copy(update={"backbone": backbone})
-    sizes = {check_start(each.backbone, pixels).image_size for each in settled.by_network().values()}
+    resolved = config.model_copy(update={"backbone": backbone})
+    sizes = {
+        check_start(network_config.backbone, pixels).image_size for network_config in resolved.by_network().values()
+    }
     size = sizes.pop() if len(sizes) == 1 else backbone.image_size
-    return settled.model_copy(update={"backbone": backbone.model_copy(update={"image_size": size})})
+    return resolved.model_copy(update={"backbone": backbone.model_copy(update={"image_size": size})})

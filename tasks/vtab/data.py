@@ -25,7 +25,7 @@ TEST_SAMPLE = 100
 
 @dataclass(frozen=True)
 class TaskData:
-    """The three splits of a task; `fingerprints` tells copies of the data apart."""
+    """The three splits of a task; `fingerprints` distinguish copies of the data."""
 
     train800: LabelledImages
     val200: LabelledImages

@@ -1,4 +1,4 @@
-"""Page of a VTAB sweep: its tables beside the paper's, every trial, and the uses of the test split."""
+"""Page of a VTAB sweep: its tables compared with the paper's, every trial, and the uses of the test split."""
 
 from __future__ import annotations
 
@@ -87,21 +87,21 @@ def _tasks(result: Json, network: str, part: Json) -> Table:
     rows: list[list[Cell]] = []
     strong = []
 
-    def add(name: str, found: Json | None, *middle: Cell) -> None:
-        rows.append([name, *middle, *_format_score(found)])
+    def add(name: str, score: Json | None, *middle: Cell) -> None:
+        rows.append([name, *middle, *_format_score(score)])
 
     for group in GROUPS:
-        members = {task: found for task, found in part["tasks"].items() if found["group"] == group}
-        for task, found in members.items():
-            chosen = [v for v in found["val"].get(f"{found['lr']:g}", ()) if v is not None] if found["lr"] else []
-            lr = f"{found['lr']:g}" if found["lr"] else None
-            add(task, found["test"], lr, fmean(chosen) if chosen else None)
-            rows[-1] += [paper.get(task), found["chance"]]
+        members = {task: entry for task, entry in part["tasks"].items() if entry["group"] == group}
+        for task, entry in members.items():
+            chosen = [v for v in entry["val"].get(f"{entry['lr']:g}", ()) if v is not None] if entry["lr"] else []
+            lr = f"{entry['lr']:g}" if entry["lr"] else None
+            add(task, entry["test"], lr, fmean(chosen) if chosen else None)
+            rows[-1] += [paper.get(task), entry["chance"]]
         if members:
             strong.append(len(rows))
             add(group, part["groups"][group], None, None)
-            there = [paper[task] for task in members if task in paper]
-            rows[-1] += [fmean(there) if len(there) == len(members) else None, None]
+            paper_scores = [paper[task] for task in members if task in paper]
+            rows[-1] += [fmean(paper_scores) if len(paper_scores) == len(members) else None, None]
     for name, words in (("mean19", "mean of 19 tasks"), ("mean_groups", "mean of the groups")):
         if part[f"{name}_over_seeds"]:
             strong.append(len(rows))
@@ -122,14 +122,14 @@ def _paper_mean(paper: Mapping[str, float], name: str) -> float | None:
     return fmean(fmean(paper[task.name] for task in TASKS if task.group == group) for group in GROUPS)
 
 
-def _format_score(found: Json | None) -> tuple[Cell, Cell, Cell]:
-    if found is None:
+def _format_score(score: Json | None) -> tuple[Cell, Cell, Cell]:
+    if score is None:
         return None, None, None
-    return *as_text(found, digits=1), found["n"]
+    return *as_text(score, digits=1), score["n"]
 
 
 def _differences(difference: Json) -> Table:
-    rows: list[list[Cell]] = [[task, *_format_score(found)] for task, found in difference["tasks"].items()]
+    rows: list[list[Cell]] = [[task, *_format_score(score)] for task, score in difference["tasks"].items()]
     rows.append(["over tasks", *_format_score(difference["over_tasks"])])
     return Table(
         f"{difference['stem']} minus {difference['minus']}",
@@ -142,7 +142,7 @@ def _differences(difference: Json) -> Table:
 
 
 def _bars(result: Json, networks: Mapping[str, Json], prefix: str) -> list[Chart]:
-    """Return the bars of the groups and of the tasks, with the paper's beside each network that it has."""
+    """Return the bars of the groups and of the tasks, each network next to its result in the paper."""
     charts: list[Chart] = []
     tasks = networks[result["stem"]]["tasks"]
     members = {group: [task for task, one in tasks.items() if one["group"] == group] for group in GROUPS}
@@ -174,12 +174,12 @@ def _cells(result: Json, part: Json, name: str) -> HeatMap:
     panels = [
         Panel(
             task,
-            list(found["val"]),
+            list(entry["val"]),
             seeds,
-            list(found["val"].values()),
-            frozenset(place for place, lr in enumerate(found["val"]) if found["lr"] and lr == f"{found['lr']:g}"),
+            list(entry["val"].values()),
+            frozenset(index for index, lr in enumerate(entry["val"]) if entry["lr"] and lr == f"{entry['lr']:g}"),
         )
-        for task, found in part["tasks"].items()
+        for task, entry in part["tasks"].items()
     ]
     return HeatMap(
         name,
@@ -197,9 +197,9 @@ def _losses(run: RunRecord, folder: str, part: Json, name: str) -> list[Chart]:
     charts: list[Chart] = []
     for group in GROUPS:
         series = []
-        for task, found in part["tasks"].items():
-            if found["group"] == group and found["lr"]:
-                logs = sorted(run.path.glob(f"trials/{folder}/{task}/train800*_lr{found['lr']:g}_seed*/metrics.jsonl"))
+        for task, entry in part["tasks"].items():
+            if entry["group"] == group and entry["lr"]:
+                logs = sorted(run.path.glob(f"trials/{folder}/{task}/train800*_lr{entry['lr']:g}_seed*/metrics.jsonl"))
                 cells = [replace(run, name=task, records=read_records(log)[0]).series("loss") for log in logs[:1]]
                 series += [one for one in cells if one.x]
         if series:

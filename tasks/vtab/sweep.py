@@ -40,15 +40,17 @@ class SweepPart:
 
     def name(self, config: VtabConfig) -> str:
         """Return NETWORK/TASK, with the learning rate and the seed of a single training."""
-        whole = f"{config.folders[self.network]}/{self.task.name}"
-        return whole if self.lr is None else f"{whole}/lr{self.lr:g}_seed{self.seed}"
+        full_name = f"{config.folders[self.network]}/{self.task.name}"
+        return full_name if self.lr is None else f"{full_name}/lr{self.lr:g}_seed{self.seed}"
 
 
 def sweep_parts(config: VtabConfig) -> list[SweepPart]:
-    """Return what ``--trial`` numbers: every network on every task, then the trainings of these, one by one."""
+    """Return the parts that ``--trial`` numbers: every network on every task, then each of their trainings."""
     tasks = choose_tasks(config.data.tasks, config.demo)
-    whole = [SweepPart(network, task) for network in config.networks for task in tasks]
-    return whole + [replace(part, lr=lr, seed=seed) for part in whole for lr in config.lrs for seed in config.seeds]
+    task_parts = [SweepPart(network, task) for network in config.networks for task in tasks]
+    return task_parts + [
+        replace(part, lr=lr, seed=seed) for part in task_parts for lr in config.lrs for seed in config.seeds
+    ]
 
 
 def sweep(run: Run[VtabConfig], launch: LaunchOptions) -> Json | None:
@@ -67,11 +69,11 @@ def sweep(run: Run[VtabConfig], launch: LaunchOptions) -> Json | None:
     if launch.starts_processes:
         _forget_failures(folder)
         _dispatch(run, data, launch)
-    asked = [part for part in sweep_parts(config) if part.lr is None]
+    selected = [part for part in sweep_parts(config) if part.lr is None]
     if launch.trial is not None:
-        asked = [sweep_parts(config)[launch.trial]]
+        selected = [sweep_parts(config)[launch.trial]]
     track, outcomes = run.tracker(config.runtime.report_to), []
-    for part in asked:
+    for part in selected:
         trials = TaskSweep(run, part.network, part.task, data[part.task], dispatched=launch.starts_processes)
         with closing(trials.to_train() if part.lr is None else trials.to_train_one(part.lr, part.seed)) as to_train:
             for trial in to_train:
@@ -96,19 +98,22 @@ def _dispatch(run: Run[VtabConfig], data: Mapping[Task, TaskData], launch: Launc
     config, folder = run.config, run.folder.path
     backend = create_backend(run, launch)
     parts = sweep_parts(config)
-    whole, single = [part for part in parts if part.lr is None], [part for part in parts if part.lr is not None]
+    task_parts, trial_parts = (
+        [part for part in parts if part.lr is None],
+        [part for part in parts if part.lr is not None],
+    )
     line = ("finetune", "vtab", "--config", str(folder / "config.yaml"), "-o", str(folder), "--no-report", "--trial")
     works = list[Work]()
-    for part in whole:
-        trials, after = TaskSweep(run, part.network, part.task, data[part.task]), list[str]()
+    for part in task_parts:
+        trials, dependencies = TaskSweep(run, part.network, part.task, data[part.task]), list[str]()
         if trials.scored:
             continue
-        for each in single if len(whole) < backend.slots else ():
-            same = (each.network, each.task) == (part.network, part.task)
-            if same and each.lr is not None and trials.unfinished(each.lr, each.seed):
-                after.append(each.name(config))
-                works.append(Work(after[-1], (*line, str(parts.index(each))), network=part.network))
-        works.append(Work(part.name(config), (*line, str(parts.index(part))), tuple(after), part.network))
+        for trial_part in trial_parts if len(task_parts) < backend.slots else ():
+            same = (trial_part.network, trial_part.task) == (part.network, part.task)
+            if same and trial_part.lr is not None and trials.unfinished(trial_part.lr, trial_part.seed):
+                dependencies.append(trial_part.name(config))
+                works.append(Work(dependencies[-1], (*line, str(parts.index(trial_part))), network=part.network))
+        works.append(Work(part.name(config), (*line, str(parts.index(part))), tuple(dependencies), part.network))
     dispatch(works, backend, run.console)
 
 
@@ -132,7 +137,7 @@ def _finish(run: Run[VtabConfig], outcomes: list[TaskOutcome], fingerprints: Jso
 
 
 def _check(run: Run[VtabConfig]) -> tuple[dict[Task, TaskData], Json]:
-    """Check data and networks, and return the data of every task and what tells copies of them apart."""
+    """Check data and networks, and return the data of every task with their fingerprints."""
     config, folder, world, console = run.config, run.folder, run.world, run.console
     tasks = choose_tasks(config.data.tasks, config.demo)
     data = {task: open_task(config.data, task) for task in tasks}
@@ -163,8 +168,8 @@ def _check_network(
     model = load_network(config, network, task.classes)
     report, vit_config = model.report, model.config
     console.info(f"{format_network(network)}: {report.summary()}")
-    before = facts.get(f"backbone_{network}", {}).get("digest", report.digest)
-    if before != report.digest:
+    recorded_digest = facts.get(f"backbone_{network}", {}).get("digest", report.digest)
+    if recorded_digest != report.digest:
         raise DataError(f"{report.source}: the weights have changed since this run began; start another with -o")
     trials, free = len(config.lrs) * len(config.seeds), shutil.disk_usage(folder.path).free
     needed = 4 * trials * report.parameters

@@ -103,8 +103,8 @@ class TaskSweep:
                 outcome.val.setdefault(trial.lr, {})[trial.seed] = float(marker["val_accuracy"])
         if outcome.failed and not self.config.allow_failed:
             return None
-        if made := distributed.from_leader(read_json(self.path / "choice.json")):
-            return float(made["lr"])
+        if saved_choice := distributed.from_leader(read_json(self.path / "choice.json")):
+            return float(saved_choice["lr"])
         lr = choose_lr(outcome.val, len(self.config.seeds))
         if lr is not None and self.world.leads:
             replace_json(self.path / "choice.json", {"lr": lr, "by": "mean val200 accuracy over the seeds"})
