@@ -1,8 +1,8 @@
 """Training batches from encoded images: worker processes decode, crop, resize and mirror; the device does the rest.
 
-An image's augmentation is a function of (seed, step, place in the batch), or with a fixed number of views of (seed,
-view, image), never of the worker, the rank or the past: a resumed training continues inside an epoch as if it had not
-been interrupted.
+An image's augmentation is a function of (seed, step, position in the batch), or with a fixed number of views of (seed,
+view, image). It never depends on the worker, the rank or earlier steps, so a resumed training continues exactly inside
+an epoch.
 """
 
 from __future__ import annotations
@@ -48,52 +48,53 @@ class _CropDataset(Dataset[Loaded]):
     ) -> None:
         self.split, self.augmentation, self.batch_size = split, augmentation, batch_size
         self.seed, self.skip_bad = seed, skip_bad
-        self.lost: StoreError | None = None
+        self.store_error: StoreError | None = None
 
     def __getitem__(self, item: Item) -> Loaded:
-        if self.lost:
-            return self.lost
+        if self.store_error:
+            return self.store_error
         first, second, row = item
-        last: DataError | None = None
+        unreadable: DataError | None = None
         for skipped in range(REPLACEMENTS + 1 if self.skip_bad else 1):
-            at = (row + skipped) % len(self.split.labels)
+            index = (row + skipped) % len(self.split.labels)
             generator = torch.Generator().manual_seed(fold(self.seed, CROP, first, second))
             try:
-                image, where = self.split.open(at), self.split.where(at)
-                return self._make_example(image, where, generator, first, second), int(self.split.labels[at]), skipped
+                image, location = self.split.open(index), self.split.where(index)
+                example = self._make_example(image, location, generator, first, second)
+                return example, int(self.split.labels[index]), skipped
             except DataError as error:
-                last = error  # raised in a worker, it would come back wrapped in the worker's traceback
+                unreadable = error  # raised in a worker, it would come back wrapped in the worker's traceback
             except StoreError as error:
-                self.lost = error  # the other images of the batch would wait for the same store
+                self.store_error = error  # the other images of the batch would wait for the same store
                 return error
-        assert last is not None
-        return last
+        assert unreadable is not None
+        return unreadable
 
     def _make_example(
-        self, image: Image.Image, where: str, generator: torch.Generator, first: int, second: int
+        self, image: Image.Image, location: str, generator: torch.Generator, first: int, second: int
     ) -> Tensor:
-        how = self.augmentation
-        if how.random_crop:
-            whole = Image.fromarray(decode(image, where, decoder_of(how.decode)))
-            return self._draw_crop(whole, first, second)
-        crop = self._cut_crop(image, where, generator)
-        if how.layers:
-            return self._augmented(crop, first, second)
-        if how.one_by_one:
+        augmentation = self.augmentation
+        if augmentation.random_crop:
+            pixels = decode(image, location, decoder_of(augmentation.decode))
+            return self._draw_crop(Image.fromarray(pixels), first, second)
+        crop = self._cut_crop(image, location, generator)
+        if augmentation.layers:
+            return self._augment(crop, first, second)
+        if augmentation.one_by_one:
             return self._draw_crop(Image.fromarray(crop.permute(1, 2, 0).numpy()), first, second)
-        mirrored = how.flip and draw_flips(self.seed, first, self.batch_size)[second]
+        mirrored = augmentation.flip and draw_flips(self.seed, first, self.batch_size)[second]
         return crop.flip(-1) if mirrored else crop
 
     def _draw_crop(self, image: Image.Image, first: int, second: int) -> Tensor:
         with seed_globally(fold(self.seed, POLICY, first, second)):
             return make_transform(self.augmentation)(image)
 
-    def _cut_crop(self, image: Image.Image, where: str, generator: torch.Generator) -> Tensor:
+    def _cut_crop(self, image: Image.Image, location: str, generator: torch.Generator) -> Tensor:
         if self.augmentation.crop == "whole":
-            return resize(decode(image, where, decoder_of(self.augmentation.decode)), self.augmentation.size)
-        return train_crop(image, where, self.augmentation.size, generator, self.augmentation.decode)
+            return resize(decode(image, location, decoder_of(self.augmentation.decode)), self.augmentation.size)
+        return train_crop(image, location, self.augmentation.size, generator, self.augmentation.decode)
 
-    def _augmented(self, crop: Tensor, first: int, second: int) -> Tensor:
+    def _augment(self, crop: Tensor, first: int, second: int) -> Tensor:
         """Mirror every second crop, then augment it: shearing turns about a corner, so the order matters."""
         generator = torch.Generator().manual_seed(fold(self.seed, RANDAUGMENT, first, second))
         mirrored = bool(torch.rand((), generator=generator) < 0.5)
@@ -104,25 +105,25 @@ class _CropDataset(Dataset[Loaded]):
 
 @lru_cache(maxsize=8)
 def draw_flips(seed: int, step: int, batch_size: int) -> list[bool]:
-    """Return of every place in a step's batch whether its image is mirrored.
+    """Return a flag for every position in a step's batch: True if its image is mirrored.
 
-    The workers mirror: in the training's process, every operation of torch would wake up threads, which then wait for
-    the next one on the cores of the workers.
+    The workers mirror: in the training's process, every operation of torch would wake up threads, which take cores from
+    the workers.
     """
     generator = torch.Generator().manual_seed(fold(seed, FLIP, step))
     mirrored: list[bool] = (torch.rand(batch_size, generator=generator) < 0.5).tolist()
     return mirrored
 
 
-def count_workers(workers: int | Literal["auto"], device: torch.device, here: int = 1) -> int:
-    """Return the number of decoding processes per rank: on a GPU up to 16, on a CPU one, beside the training.
+def count_workers(workers: int | Literal["auto"], device: torch.device, local_ranks: int = 1) -> int:
+    """Return the number of decoding processes per rank: up to 16 with a GPU, one on a CPU of several cores.
 
-    `here` is the number of ranks that share the machine.
+    `local_ranks` ranks share the machine.
     """
     if workers != "auto":
         return workers
     count = len(cores())
-    return max(1, min(16, count // here - 1)) if device.type == "cuda" else int(count > 1)
+    return max(1, min(16, count // local_ranks - 1)) if device.type == "cuda" else int(count > 1)
 
 
 def iter_crops(
@@ -146,8 +147,8 @@ def iter_crops(
         workers,
         image_bytes=augmentation.image_bytes,
         device=device,
-    ) as made:
-        for columns, errors in made:
+    ) as collated:
+        for columns, errors in collated:
             if errors:
                 raise errors[0]
             images, labels, skipped = columns
@@ -171,27 +172,28 @@ def crop_batches(
     """Return the engine's ``batches``: ``image`` (b, 3, h, w) uint8 and ``label`` (b,), this rank's rows.
 
     With random erasing, images are float32 in the network's input range. With mixup, batches also hold ``other_image``
-    and ``other_label``, the row of the global batch before each, and ``mix`` (b,), the share of the first. `order` is
-    that of the images, which are shuffled all together without one. Raises `DataError` naming the first unreadable
+    and ``other_label``, the row of the global batch before each, and ``mix`` (b,), the share of the first. Without
+    an `order`, the full data set is shuffled. Raises `DataError` naming the first unreadable
     image, unless `skip_bad` replaces it and calls `on_skip`.
     """
-    mine = rank_positions(batch_size, world, mirrored=augmentation.mirrored)
+    positions = rank_positions(batch_size, world, mirrored=augmentation.mirrored)
     if augmentation.mixup and world.size > 1:
-        mine = [(mine[0] - 1) % batch_size, *mine]  # the first of these rows is mixed with another rank's last
+        # The first row's partner is the last row of another rank.
+        positions = [(positions[0] - 1) % batch_size, *positions]
 
     def batches(start: int) -> Generator[Batch, None, None]:
         repeats, views = augmentation.repeats, augmentation.views
-        steps = StepSampler(len(split.labels), batch_size, seed, start, mine, repeats, views, order)
-        needs = partial(order.needs, start, mine) if order else None
+        steps = StepSampler(len(split.labels), batch_size, seed, start, positions, repeats, views, order)
+        needs = partial(order.needs, start, positions) if order else None
         with (
-            prefetch_shards(split, needs, len(mine), workers, world.here) as tell,
+            prefetch_shards(split, needs, len(positions), workers, world.here) as on_step,
             closing(
                 iter_crops(split, augmentation, batch_size, seed, steps, world.device, workers, skip_bad, on_skip)
             ) as crops,
         ):
-            tell(start - 1)
+            on_step(start - 1)
             for step, (images, labels) in enumerate(crops, start):
-                tell(step)
+                on_step(step)
                 batch = {"image": images, "label": labels}
                 if augmentation.mixup:
                     batch = mixup_with_previous(batch, augmentation.mixup, seed, step, wraps=world.size == 1)
@@ -200,23 +202,23 @@ def crop_batches(
     return batches
 
 
-def blend(first: Tensor, other: Tensor, share: Tensor) -> Tensor:
-    """Return ``share * first + (1 - share) * other``, with one share per row."""
+def blend(first: Tensor, second: Tensor, share: Tensor) -> Tensor:
+    """Return ``share * first + (1 - share) * second``, with one share per row."""
     weight = share.reshape(-1, *([1] * (first.ndim - 1)))
-    return weight * first + (1 - weight) * other
+    return weight * first + (1 - weight) * second
 
 
 def mixup_with_previous(batch: Batch, strength: float, seed: int, step: int, *, wraps: bool = True) -> Batch:
-    """Return a batch with what mixup needs: one share for all of it, Beta(p, p) folded to at least a half.
+    """Return a batch with its mixup partners and one weight for all rows, Beta(p, p) folded to at least a half.
 
     big_vision's get_mixup: each example is mixed with the one before it in the global batch, the first one with the
-    last. A batch that does not wrap begins with an example that belongs to the rank before, and is mixed with only.
+    last. Without `wraps`, the first row belongs to the previous rank and serves as a partner only.
     """
     draw = np.random.default_rng((seed, MIX, step)).beta(strength, strength)
     if wraps:
-        others = {f"other_{name}": value.roll(1, 0) for name, value in batch.items()}
+        partners = {f"other_{name}": value.roll(1, 0) for name, value in batch.items()}
     else:
-        others = {f"other_{name}": value[:-1] for name, value in batch.items()}
+        partners = {f"other_{name}": value[:-1] for name, value in batch.items()}
         batch = {name: value[1:] for name, value in batch.items()}
     images = batch["image"]
-    return {**batch, **others, "mix": torch.full((len(images),), max(draw, 1 - draw), device=images.device)}
+    return {**batch, **partners, "mix": torch.full((len(images),), max(draw, 1 - draw), device=images.device)}

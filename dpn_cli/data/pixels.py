@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 # For fewer images, starting worker processes costs more than it saves.
 WORTH_WORKERS = 4000
-# An image to see what transforms make of one, and what is made of none.
+# A sample image to measure a transform's output, and the columns of an empty batch.
 SQUARE = np.zeros((64, 64, 3), np.uint8)
-NOTHING = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)]
+EMPTY_COLUMNS = [torch.empty(0, dtype=dtype) for dtype in (torch.uint8, torch.int64, torch.int64)]
 
 
 @dataclass
@@ -58,26 +58,26 @@ Transform = Callable[[Pixels], Tensor]
 class _TransformDataset(ThreadedDataset[Item]):
     def __init__(self, split: LabelledImages, transform: Transform, rows: Sequence[int]) -> None:
         self.split, self.transform, self.rows = split, transform, rows
-        self.lost: StoreError | None = None
+        self.store_error: StoreError | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Item:
-        if self.lost:
-            return self.lost
+        if self.store_error:
+            return self.store_error
         row = self.rows[index]
         try:
             return self.transform(self.split.pixels(row)), int(self.split.labels[row]), row
         except DataError as error:
             return error  # raised in a worker, it would come back wrapped in the worker's traceback
         except StoreError as error:
-            self.lost = error  # the other images of the batch would wait for the same store
+            self.store_error = error  # the other images of the batch would wait for the same store
             return error
 
 
 def count_readers(workers: int | Literal["auto"], images: int) -> int:
-    """Return the number of processes that read so many images: without one given, up to eight beside a GPU."""
+    """Return the number of processes that read `images` images; ``auto`` means up to eight with a GPU."""
     if workers != "auto":
         return workers
     return min(8, len(cores())) if images >= WORTH_WORKERS and torch.cuda.is_available() else 0
@@ -102,29 +102,30 @@ def stream(
     rows = range(len(split.labels)) if rows is None else rows
     count = count_readers(workers, len(rows))
     needs = partial(iter_shard_uses, split.shards, rows, batch_size) if split.shards else None
-    # Half of what there is room for: a training that is evaluated has shards in the cache, too.
-    ahead = prefetch_shards(split, needs, batch_size, max(1, count) if workers == "auto" else count, 2 * ranks_here())
-    batches = (range(begin, min(begin + batch_size, len(rows))) for begin in range(0, len(rows), batch_size))
+    # Half of the cache: a training that is evaluated has shards in it, too.
+    fetchers = max(1, count) if workers == "auto" else count
+    prefetch = prefetch_shards(split, needs, batch_size, fetchers, 2 * ranks_here())
+    batches = (range(first, min(first + batch_size, len(rows))) for first in range(0, len(rows), batch_size))
     image_bytes = transform(SQUARE).nbytes  # of all images: a batch is one tensor
-    read = _TransformDataset(split, transform, rows)
-    with ahead as tell, open_batches(read, batches, count, image_bytes=image_bytes) as made:
-        yield _notify_batches(_drop_failures(made, skip_bad), tell)
+    dataset = _TransformDataset(split, transform, rows)
+    with prefetch as on_step, open_batches(dataset, batches, count, image_bytes=image_bytes) as collated:
+        yield _notify_batches(_drop_failures(collated, skip_bad), on_step)
 
 
-def _drop_failures(made: Iterator[CollatedBatch], skip_bad: bool) -> Iterator[PixelSet]:
-    for columns, errors in made:
+def _drop_failures(collated: Iterator[CollatedBatch], skip_bad: bool) -> Iterator[PixelSet]:
+    for columns, errors in collated:
         if fatal := [error for error in errors if not skip_bad or isinstance(error, StoreError)]:
             raise fatal[0]
-        images, labels, rows = columns or NOTHING
+        images, labels, rows = columns or EMPTY_COLUMNS
         yield PixelSet(images, labels, len(errors), tuple(rows.tolist()))
 
 
-def _notify_batches(parts: Iterator[PixelSet], tell: Callable[[int], None]) -> Iterator[PixelSet]:
-    """Tell which batch has been read; see `prefetch_shards`."""
-    tell(-1)
-    for step, part in enumerate(parts):
-        tell(step)
-        yield part
+def _notify_batches(batches: Iterator[PixelSet], on_step: Callable[[int], None]) -> Iterator[PixelSet]:
+    """Report each batch that has been read to `prefetch_shards`."""
+    on_step(-1)
+    for step, batch in enumerate(batches):
+        on_step(step)
+        yield batch
 
 
 def load(

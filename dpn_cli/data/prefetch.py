@@ -1,4 +1,4 @@
-"""Shards behind URLs and a cache that does not hold them all: what is needed next is fetched ahead, by a process."""
+"""Prefetching of remote shards, by a process, into a cache that is smaller than the data set."""
 
 from __future__ import annotations
 
@@ -23,88 +23,89 @@ from dpn_cli.data.workers import follow_parent, kill_processes, watch_processes
 from dpn_cli.errors import DpnError
 from dpn_cli.run.distributed import World
 
-# Seconds for which a shard that is needed is kept; this is noted again long before they are over.
-KEEP = 3600.0
+# Seconds for which a shard in use stays in the cache; its mark is renewed after a quarter of them.
+RETAIN_SECONDS = 3600.0
 
 
 @contextmanager
 def prefetch_shards(
-    split: LabelledImages, needs: Callable[[], Iterator[ShardUse]] | None, rows: int, workers: int, here: int
+    split: LabelledImages, needs: Callable[[], Iterator[ShardUse]] | None, rows: int, workers: int, local_ranks: int
 ) -> Iterator[Callable[[int], None]]:
-    """Fetch the shards that a training or another pass over images needs, in their order, while the block goes on.
+    """Fetch the shards of a pass over images in reading order while the block runs.
 
-    Yields a function that is to be told the last step whose batch has been read, before the first one, too. What the
-    batches of this rank's `rows` need that `workers` are making stays in the cache, of which each of the `here` ranks
-    of this machine has a share; what comes next is fetched while there is room. What cannot be fetched is left to the
-    process that reads it, which tells why. Without `needs` or `workers` nothing is fetched ahead. Raises `WorkerError`
-    inside the block when the process that fetches dies.
+    Yields a function that takes the last step whose batch has been read; call it before the first step, too. Shards
+    of the batches (of this rank's `rows` images) that `workers` are making stay in the cache. Later ones are fetched
+    while there is room in this rank's part of it, one of `local_ranks`. A failed fetch is left to the process that
+    reads the shard, which reports the cause. Without `needs` or `workers` nothing is fetched ahead. Raises
+    `WorkerError` inside the block when the fetching process dies.
     """
     if not needs or not workers or not is_remote(split):
         yield lambda step: None
         return
     assert split.shards
-    lists = sum(path.stat().st_size for path in remote.cache_dir().glob("*") if path.suffix != ".tar")
-    window = PrefetchWindow(split.shards, needs(), batches_ahead(rows, workers), (cache_bytes() - lists) // here)
-    orders, told = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.Process(target=_fetch, args=(split.shards.paths, orders), daemon=True)
+    index_bytes = sum(path.stat().st_size for path in remote.cache_dir().glob("*") if path.suffix != ".tar")
+    window = PrefetchWindow(
+        split.shards, needs(), batches_ahead(rows, workers), (cache_bytes() - index_bytes) // local_ranks
+    )
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.Process(target=_fetch, args=(split.shards.paths, receiver), daemon=True)
     process.start()
 
-    def tell(step: int) -> None:
-        if wanted := window.take(step):
-            told.send(wanted)
+    def on_step(step: int) -> None:
+        if shards := window.advance(step):
+            sender.send(shards)
 
     try:
         with watch_processes([process]):
-            yield tell
+            yield on_step
     finally:
         kill_processes([process])
         window.close()
 
 
 class PrefetchWindow:
-    """The shards that are needed now or soon, in `budget` bytes of the cache, and which of them to fetch next.
+    """The shards in use now or soon, in `budget` bytes of the cache; `lookahead` batches are being made."""
 
-    As many batches as `reach` are being made.
-    """
+    def __init__(self, shards: ShardIndex, needs: Iterator[ShardUse], lookahead: int, budget: int) -> None:
+        self.paths, self.needs, self.lookahead, self.budget = shards.paths, needs, lookahead, budget
+        self.next_use = next(needs, None)
+        self.active_uses: list[ShardUse] = []
+        self.marked_at = -math.inf
 
-    def __init__(self, shards: ShardIndex, needs: Iterator[ShardUse], reach: int, budget: int) -> None:
-        self.paths, self.needs, self.reach, self.budget = shards.paths, needs, reach, budget
-        self.next = next(needs, None)
-        self.held: list[ShardUse] = []
-        self.noted = -math.inf
+    def advance(self, step: int) -> list[int]:
+        """Return the shards to fetch once a step's batch has been read: for batches being made, and ahead of them.
 
-    def take(self, step: int) -> list[int]:
-        """Return the shards to fetch when a step's batch has been read: for those being made, and ahead of need.
-
-        What is not needed any more is released, and the rest is kept. Where there is room, as many shards are fetched
+        Releases shards that no later batch reads, and retains the rest. If there is room, as many shards are fetched
         ahead as are open.
         """
-        made, taken = step + self.reach, list[int]()
-        gone = {need.shard for need in self.held if need.last <= step}
-        self.held = [need for need in self.held if need.last > step]
-        while self.next and (self.next.first <= made or self._has_room(made)):
-            self.held.append(self.next)
-            taken.append(self.next.shard)
-            self.next = next(self.needs, None)
-        needed = {need.shard for need in self.held}
-        for shard in gone - needed:
+        last_step, fetched = step + self.lookahead, list[int]()
+        past = {need.shard for need in self.active_uses if need.last <= step}
+        self.active_uses = [need for need in self.active_uses if need.last > step]
+        while self.next_use and (self.next_use.first <= last_step or self._has_room(last_step)):
+            self.active_uses.append(self.next_use)
+            fetched.append(self.next_use.shard)
+            self.next_use = next(self.needs, None)
+        active = {need.shard for need in self.active_uses}
+        for shard in past - active:
             remote.mark_unused(self._path(shard).cached)
-        if taken or time.monotonic() - self.noted > KEEP / 4:
-            self.noted = time.monotonic()
-            for shard in needed:
-                remote.mark_used(self._path(shard).cached, KEEP)
-        return taken
+        if fetched or time.monotonic() - self.marked_at > RETAIN_SECONDS / 4:
+            self.marked_at = time.monotonic()
+            for shard in active:
+                remote.mark_used(self._path(shard).cached, RETAIN_SECONDS)
+        return fetched
 
     def close(self) -> None:
-        """Release everything."""
-        for need in self.held:
+        """Release all shards."""
+        for need in self.active_uses:
             remote.mark_unused(self._path(need.shard).cached)
 
-    def _has_room(self, made: int) -> bool:
-        assert self.next
-        open_now = sum(need.first <= made for need in self.held)
-        size = sum(shard_bytes(self._path(shard)) for shard in {need.shard for need in (*self.held, self.next)})
-        return len(self.held) < 2 * open_now and size <= self.budget
+    def _has_room(self, last_step: int) -> bool:
+        assert self.next_use
+        open_now = sum(need.first <= last_step for need in self.active_uses)
+        size = sum(
+            shard_bytes(self._path(shard)) for shard in {need.shard for need in (*self.active_uses, self.next_use)}
+        )
+        return len(self.active_uses) < 2 * open_now and size <= self.budget
 
     def _path(self, shard: int) -> RemotePath:
         path = self.paths[shard]
@@ -112,12 +113,12 @@ class PrefetchWindow:
         return path
 
 
-def _fetch(paths: Sequence[Shard], orders: Connection) -> None:
-    """Fetch what is ordered, a few shards at once."""
+def _fetch(paths: Sequence[Shard], receiver: Connection) -> None:
+    """Fetch the shards that the parent process sends, a few in parallel."""
     follow_parent(0)
     with ThreadPoolExecutor(remote.CLIENTS) as pool:
         while True:
-            for shard in orders.recv():
+            for shard in receiver.recv():
                 pool.submit(_fetch_shard, paths[shard])
 
 
@@ -125,11 +126,11 @@ def _fetch_shard(path: Shard) -> None:
     assert isinstance(path, RemotePath)
     with contextlib.suppress(DpnError):
         path.fetch()
-        remote.mark_used(path.cached, KEEP)
+        remote.mark_used(path.cached, RETAIN_SECONDS)
 
 
 def shard_bytes(path: RemotePath) -> int:
-    """Return the bytes of a shard; 0 where the store does not say, and there is no copy."""
+    """Return the size of a shard in bytes; 0 if the store does not state it and there is no copy."""
     if path.size is None:
         with contextlib.suppress(FileNotFoundError):
             return path.cached.stat().st_size
@@ -137,23 +138,23 @@ def shard_bytes(path: RemotePath) -> int:
 
 
 def check_cache(split: LabelledImages, order: ShardOrder | None, draws: int, workers: int, world: World) -> None:
-    """Raise `DpnError` where a training would fetch the same shards over and over, since the cache is too small.
+    """Raise `DpnError` if the cache is so small that a training would fetch the same shards over and over.
 
-    `draws` is how many images the training draws, shuffled all together where there is no `order`.
+    `draws` is the number of images of all steps, shuffled over the full data set without an `order`.
     """
     if not (shards := split.shards) or not is_remote(split):
         return
     limit, used = cache_bytes(), set(shards.of.tolist())
     sizes = {shard: shard_bytes(path) for shard in used if isinstance(path := shards.paths[shard], RemotePath)}
-    total, said = sum(sizes.values()), f"DPN_CACHE_GB={limit / 1e9:g}"
+    total, cache = sum(sizes.values()), f"DPN_CACHE_GB={limit / 1e9:g}"
     if total <= limit:
         return
     if order:
-        ahead = batches_ahead(world.most(order.batch_size), workers)
-        needed = world.here * _peak_bytes(order, sizes, ahead, world)
-        if needed > limit:
+        lookahead = batches_ahead(world.most(order.batch_size), workers)
+        peak = world.here * _peak_bytes(order, sizes, lookahead, world)
+        if peak > limit:
             raise DpnError(
-                f"{said}: the shards that are read at a time take up to {needed / 1e9:.3g} GB; allow more for the "
+                f"{cache}: the shards that are read at a time take up to {peak / 1e9:.3g} GB; allow more for the "
                 f"cache, or read fewer than {order.open_shards} with --set data.open_shards=N"
             )
         return
@@ -161,17 +162,17 @@ def check_cache(split: LabelledImages, order: ShardOrder | None, draws: int, wor
     fetched = min(draws, len(split.labels)) * (1 - limit / total) * total / len(sizes)
     if fetched > total:
         raise DpnError(
-            f"{said}: the training images take {total / 1e9:.3g} GB, and drawn in the order of --shuffle images they "
+            f"{cache}: the training images take {total / 1e9:.3g} GB, and drawn in the order of --shuffle images they "
             f"would be fetched over and over: about {fetched / 1e9:.3g} GB an epoch; pass --shuffle shards, or allow "
             f"{total / 1e9:.3g} GB for the cache"
         )
 
 
-def _peak_bytes(order: ShardOrder, sizes: Mapping[int, int], reach: int, world: World) -> int:
-    """Return the most bytes that a rank's shards take which are needed at the same time, in an epoch."""
+def _peak_bytes(order: ShardOrder, sizes: Mapping[int, int], lookahead: int, world: World) -> int:
+    """Return the peak of the bytes of the shards that a rank uses at the same time in an epoch."""
     changes: dict[int, int] = {}
     for need in replace(order, steps=-(-order.images // order.batch_size)).needs(0, world.rows(order.batch_size)):
-        begin, end = max(0, need.first - reach), need.last
-        changes[begin] = changes.get(begin, 0) + sizes[need.shard]
+        start, end = max(0, need.first - lookahead), need.last
+        changes[start] = changes.get(start, 0) + sizes[need.shard]
         changes[end] = changes.get(end, 0) - sizes[need.shard]
     return max(accumulate(changes[step] for step in sorted(changes)))

@@ -19,7 +19,7 @@ from dpn_cli.run.distributed import World
 EPOCH = 5
 
 
-Item = tuple[int, int, int]  # what its draws are seeded with (step and place, or view and row), row of the data set
+Item = tuple[int, int, int]  # two seeds of its draws (step and position, or view and row), row of the data set
 
 
 def rows_of_step(images: int, batch_size: int, seed: int, step: int, repeats: int = 1) -> Tensor:
@@ -31,8 +31,8 @@ def rows_of_step(images: int, batch_size: int, seed: int, step: int, repeats: in
     first, last = step * batch_size, (step + 1) * batch_size
     parts = []
     while first < last:
-        epoch, at = divmod(first, images)
-        parts.append(_permutation(images, seed, epoch, repeats)[at : at + last - first])
+        epoch, offset = divmod(first, images)
+        parts.append(_permutation(images, seed, epoch, repeats)[offset : offset + last - first])
         first += len(parts[-1])
     return torch.cat(parts)
 
@@ -56,10 +56,10 @@ def repeat_epoch(images: int, seed: int, epoch: int, repeats: int) -> Tensor:
 
 
 class StepSampler(Sampler[list[Item]]):
-    """The items of this rank's share of every batch from a step on.
+    """The items of this rank in every batch from step `start` on.
 
-    `repeats` and `views` are those of `Augmentation`. Without an `order`, images are shuffled all together; with one,
-    no more is read than the training needs, or one batch.
+    `repeats` and `views` are those of `Augmentation`. Without an `order`, the full data set is shuffled; with one,
+    the batches end with the training, after one batch at least.
     """
 
     def __init__(
@@ -68,18 +68,18 @@ class StepSampler(Sampler[list[Item]]):
         batch_size: int,
         seed: int,
         start: int,
-        mine: Sequence[int],
+        positions: Sequence[int],
         repeats: int = 1,
         views: int = 0,
         order: ShardOrder | None = None,
     ) -> None:
         self.images, self.batch_size, self.seed, self.start = images, batch_size, seed, start
-        self.mine, self.repeats, self.views, self.order = mine, repeats, views, order
+        self.positions, self.repeats, self.views, self.order = positions, repeats, views, order
 
     def __iter__(self) -> Iterator[list[Item]]:
         for step in range(self.start, max(self.start + 1, self.order.steps)) if self.order else count(self.start):
             rows = self._rows(step)
-            yield [(*self._seeds(step, place, rows[place]), rows[place]) for place in self.mine]
+            yield [(*self._seeds(step, i, rows[i]), rows[i]) for i in self.positions]
 
     def _rows(self, step: int) -> list[int]:
         if self.order:
@@ -87,14 +87,14 @@ class StepSampler(Sampler[list[Item]]):
         rows: list[int] = rows_of_step(self.images, self.batch_size, self.seed, step, self.repeats).tolist()
         return rows
 
-    def _seeds(self, step: int, place: int, row: int) -> tuple[int, int]:
-        epoch = (step * self.batch_size + place) // self.images
-        return (epoch % self.views, row) if self.views else (step, place)
+    def _seeds(self, step: int, position: int, row: int) -> tuple[int, int]:
+        epoch = (step * self.batch_size + position) // self.images
+        return (epoch % self.views, row) if self.views else (step, position)
 
 
 def rank_positions(batch_size: int, world: World, *, mirrored: bool = False) -> list[int]:
-    """Return a rank's places in the global batch: consecutive ones, or with `mirrored` each followed by its mirror."""
-    mine = world.rows(batch_size)
+    """Return a rank's positions in the global batch: consecutive, or with `mirrored` each followed by its mirror."""
+    rows = world.rows(batch_size)
     if not mirrored:
-        return list(mine)
-    return [place for first in range(mine.start // 2, mine.stop // 2) for place in (first, batch_size - 1 - first)]
+        return list(rows)
+    return [i for first in range(rows.start // 2, rows.stop // 2) for i in (first, batch_size - 1 - first)]

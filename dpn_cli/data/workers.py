@@ -33,7 +33,7 @@ CAUSES = {
 }
 
 _watched: list[Sequence[BaseProcess]] = []  # global, as child processes are
-_starting: list[bool] = []  # one for each loader that is being made
+_starting: list[bool] = []  # an entry for each loader that is being made
 
 
 def follow_parent(worker: int) -> None:
@@ -75,21 +75,21 @@ def open_loader(dataset: Dataset[Any], workers: int, **options: Any) -> Iterator
 
 
 def _recording_context(started: list[BaseProcess]) -> BaseContext:
-    """Return what starts processes as the system does, and puts them on a list."""
+    """Return a multiprocessing context that appends the processes it starts to a list."""
     context = copy.copy(multiprocessing.get_context())
-    make = context.Process
+    create = context.Process
 
-    def note(*arguments: Any, **options: Any) -> BaseProcess:
-        started.append(make(*arguments, **options))
+    def start_recorded(*arguments: Any, **options: Any) -> BaseProcess:
+        started.append(create(*arguments, **options))
         return started[-1]
 
-    context.Process = note  # type: ignore[assignment, misc]  # a class otherwise
+    context.Process = start_recorded  # type: ignore[assignment, misc]  # a class otherwise
     return context
 
 
 @contextmanager
 def watch_processes(processes: Sequence[BaseProcess]) -> Iterator[None]:
-    """Raise `WorkerError` inside the block, wherever it is, as soon as one of the child processes dies."""
+    """Raise `WorkerError` inside the block as soon as one of the child processes dies."""
     _watched.append(processes)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, _notice)  # instead of the loader's handler, which raises a RuntimeError
@@ -100,9 +100,9 @@ def watch_processes(processes: Sequence[BaseProcess]) -> Iterator[None]:
         raise
     except Exception:
         # A dying worker shows as a lost connection or a RuntimeError in its reader, perhaps before it has ended.
-        begun = [process for process in processes if process.pid is not None]
-        closed = wait([process.sentinel for process in begun], DYING if begun else 0)
-        for process in begun:
+        running = [process for process in processes if process.pid is not None]
+        closed = wait([process.sentinel for process in running], DYING if running else 0)
+        for process in running:
             if process.sentinel in closed:
                 _wait_for_exit_code(process)
         _raise_for_dead(processes)
@@ -113,7 +113,7 @@ def watch_processes(processes: Sequence[BaseProcess]) -> Iterator[None]:
 
 @contextmanager
 def _defer_notices() -> Iterator[None]:
-    """Delay what `watch_processes` raises: in a fork, Python prints such an error and drops it."""
+    """Delay the errors of `watch_processes`: in a fork, Python prints such an error and drops it."""
     _starting.append(True)
     try:
         yield
@@ -152,29 +152,29 @@ def _cause_of_death(pid: int | None, code: int) -> str:
 
 
 def _unwatch(processes: Sequence[BaseProcess]) -> None:
-    _watched[:] = [others for others in _watched if others is not processes]
+    _watched[:] = [group for group in _watched if group is not processes]
 
 
 def _end(items: Any, processes: Sequence[BaseProcess]) -> None:
-    """Stop a loader's workers, and kill those that are busy for long: they ignore SIGTERM and hold nothing to save."""
+    """Stop a loader's workers, and kill busy ones after `PATIENCE`: they ignore SIGTERM and have nothing to save."""
     if any(process.exitcode for process in processes):
         kill_processes(processes)  # they may wait for a lock of the dead one
-    late = threading.Timer(PATIENCE, kill_processes, [processes])
-    late.start()
+    kill_timer = threading.Timer(PATIENCE, kill_processes, [processes])
+    kill_timer.start()
     try:
         items._shutdown_workers()
     finally:
-        late.cancel()
-        late.join()
+        kill_timer.cancel()
+        kill_timer.join()
         kill_processes(processes)
 
 
 def kill_processes(processes: Sequence[BaseProcess]) -> None:
-    """Kill processes, of which some may not have begun, and wait until they have ended."""
-    begun = [process for process in processes if process.pid is not None]
-    for process in begun:
+    """Kill the processes that have been started, and wait until they have ended."""
+    running = [process for process in processes if process.pid is not None]
+    for process in running:
         process.kill()
-    for process in begun:
+    for process in running:
         process.join()
 
 

@@ -282,7 +282,7 @@ def test_prefetching_stays_within_the_cache() -> None:
 
     def asked(budget: int, steps: Sequence[int]) -> list[list[int]]:
         window = PrefetchWindow(ShardIndex(paths, np.zeros(0, np.int64)), iter(needs), 1, budget)
-        return [window.take(step) for step in steps]
+        return [window.advance(step) for step in steps]
 
     assert asked(1000, (-1, 0, 3, 5, 12)) == [[0, 1, 2, 3], [], [2], [4], []]  # as many ahead as are open
     assert asked(30, (-1, 0, 3, 5, 12)) == [[0, 1, 2], [], [3, 2], [4], []]
