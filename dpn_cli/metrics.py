@@ -17,7 +17,7 @@ from dpn_cli.data.sources.base import LabelledImages
 from dpn_cli.engine.losses import LOSSES, Loss
 from dpn_cli.run import distributed, signals
 from dpn_cli.run.baseline_warnings import class_floors
-from dpn_cli.run.console import Done, uncounted
+from dpn_cli.run.console import OnProgress, ignore_progress
 from dpn_cli.run.distributed import World
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def score(
     skip_bad: bool = False,
     columns: Tensor | None = None,
     keep_predictions: bool = False,
-    done: Done = uncounted,
+    done: OnProgress = ignore_progress,
     see: Callable[[Sequence[int], Tensor], None] | None = None,
 ) -> Scores:
     """Score a split.

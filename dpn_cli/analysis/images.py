@@ -16,7 +16,7 @@ from dpn_cli.data.sources.base import ImageSubset
 from dpn_cli.data.sources.synthetic import SceneSplit
 from dpn_cli.data.splits import hash_order
 from dpn_cli.errors import DataError
-from dpn_cli.run.console import Done, uncounted
+from dpn_cli.run.console import OnProgress, ignore_progress
 from dpn_cli.weights.backbone import Backbone
 
 # Scenes among whose patches an ordinary one is looked for.
@@ -35,7 +35,7 @@ class SampledImages:
         self.split = ImageSubset(whole, sorted(hash_order(whole)[:most]))
         self.workers, self.skip_bad = workers, skip_bad
 
-    def batches(self, model: Backbone, done: Done = uncounted) -> Iterator[Tensor]:
+    def batches(self, model: Backbone, done: OnProgress = ignore_progress) -> Iterator[Tensor]:
         """Yield them as uint8 (b, 3, h, w) at the size of a network, and tell `done` how many are done.
 
         Raises `DataError` for unreadable images.

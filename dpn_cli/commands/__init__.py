@@ -42,8 +42,8 @@ def one_line_errors(arguments: Mapping[str, Any]) -> Iterator[None]:
         show_error(f"{error}{_remedy(error, arguments)}")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        lost = ": the state since the last checkpoint is lost" if "resume" in arguments else ""
-        show_error(f"interrupted at once{lost}")
+        loss_note = ": the state since the last checkpoint is lost" if "resume" in arguments else ""
+        show_error(f"interrupted at once{loss_note}")
         sys.exit(INTERRUPTED)
 
 

@@ -15,7 +15,7 @@ from dpn_cli.commands.command import Outcome, register_command
 from dpn_cli.config.network import IMAGE_SIZE, STEM
 from dpn_cli.config.option import DATA, FACTS, OUTPUT, argument, flag
 from dpn_cli.config.schema import (
-    AtOnce,
+    ForwardBatchSize,
     ImageReading,
     Pixels,
     Positive,
@@ -129,7 +129,7 @@ class RetrofitOptions(WriteOptions):
     ] = 512
     seed: Annotated[Seed, flag("--seed", help="Seed of the sample.", panel=DATA)] = 0
     reading: ImageReading = ImageReading()
-    batch_size: AtOnce = 32
+    batch_size: ForwardBatchSize = 32
     workers: Workers = "auto"
 
 
@@ -156,19 +156,19 @@ def _convert(options: ConvertOptions, console: Console) -> Outcome:
     _check_target(options.target, options.overwrite)
     from dpn_cli.weights.convert import convert
 
-    opened = _open(options.source, options.facts)
-    done = convert(opened, options.target, image_size=_pair(options.image_size), to=options.to)
-    return done, lambda done: _print_conversion(done, opened.source)
+    checkpoint = _open(options.source, options.facts)
+    result = convert(checkpoint, options.target, image_size=_pair(options.image_size), to=options.to)
+    return result, lambda result: _print_conversion(result, checkpoint.source)
 
 
-def _print_conversion(done: dict[str, Any], source: str) -> None:
-    height, width = done["image_size"]
+def _print_conversion(result: dict[str, Any], source: str) -> None:
+    height, width = result["image_size"]
     show(
-        f"{done['path']}: {done['layout']} layout, {done['parameters'] / 1e6:.2f} M parameters, {height}x{width} "
-        f"pixels. Loaded again, it gives the outputs of {source} on {done['images']} random images "
-        f"(largest difference {done['difference']:.1e}, relative)."
+        f"{result['path']}: {result['layout']} layout, {result['parameters'] / 1e6:.2f} M parameters, {height}x{width} "
+        f"pixels. Loaded again, it gives the outputs of {source} on {result['images']} random images "
+        f"(largest difference {result['difference']:.1e}, relative)."
     )
-    _print_lists(done["report"])
+    _print_lists(result["report"])
 
 
 @register_command(app, "fold", FoldOptions, "dpn checkpoint fold runs/bn bn-folded.safetensors", quiet=False)
@@ -181,10 +181,10 @@ def _fold(options: FoldOptions, console: Console) -> Outcome:
     source = _open(resolve(options.source, "dpn checkpoint fold"), options.facts)
     return (
         fold_file(source, options.target),
-        lambda done: (
-            f"{done['path']}: {len(done['folded'])} norms were folded; {done['before']} became {done['after']}. Loaded "
-            f"again, it gives the outputs of {source.source} on {done['images']} random images (largest difference "
-            f"{done['difference']:.1e}, relative)."
+        lambda result: (
+            f"{result['path']}: {len(result['folded'])} norms were folded; {result['before']} became "
+            f"{result['after']}. Reloaded, it gives the outputs of {source.source} on {result['images']} random images "
+            f"(largest difference {result['difference']:.1e}, relative)."
         ),
     )
 
@@ -200,7 +200,7 @@ def _retrofit(options: RetrofitOptions, console: Console) -> Outcome:
     _check_target(options.target, options.overwrite)
     from dpn_cli.run.artifact_kinds import resolve
 
-    opened = _open(resolve(options.source, "dpn checkpoint retrofit"), options.facts)
+    checkpoint = _open(resolve(options.source, "dpn checkpoint retrofit"), options.facts)
     import torch
 
     from dpn_cli.data.decode import ReadOptions
@@ -210,20 +210,20 @@ def _retrofit(options: RetrofitOptions, console: Console) -> Outcome:
     from dpn_cli.weights.infer_config import infer_config
     from dpn_cli.weights.retrofit import retrofit
 
-    size = _pair(options.image_size) or infer_config(opened).image_size
+    size = _pair(options.image_size) or infer_config(checkpoint).image_size
     reading = ReadOptions(options.reading.decode, options.reading.max_pixels)
     split = find_images(options.data, options.images, options.seed, reading)
     with signals.listen(signals.NO_RESULT), console.counting("retrofit", len(split.labels)) as counted:
         pixels = load(split, size, workers=options.workers, done=counted).images
     images = torch.split(pixels, options.batch_size)
-    done = retrofit(opened, options.target, lambda: iter(images), stem=options.stem, image_size=size)
+    result = retrofit(checkpoint, options.target, lambda: iter(images), stem=options.stem, image_size=size)
     return (
-        done,
-        lambda done: (
-            f"{done['path']}: stem {options.stem}, fitted on {done['patches']} patches of {len(pixels)} images "
-            f"(mean contrast {done['contrast']:.3f}, mean brightness {done['brightness']:+.3f}).\n"
-            f"Of the variance of the tokens of held-out images {done['survives']:.1%} survives "
-            f"({done['survives_copied']:.1%} with norms of scale 1 and bias 0).\n"
+        result,
+        lambda result: (
+            f"{result['path']}: stem {options.stem}, fitted on {result['patches']} patches of {len(pixels)} images "
+            f"(mean contrast {result['contrast']:.3f}, mean brightness {result['brightness']:+.3f}).\n"
+            f"Of the variance of the tokens of held-out images {result['survives']:.1%} survives "
+            f"({result['survives_copied']:.1%} with norms of scale 1 and bias 0).\n"
             "This is a start for training, not an equal network"
             + (
                 ": a norm on raw patches removes each patch's brightness and contrast, which the plain ViT uses."
@@ -289,13 +289,13 @@ def _print_inspection(facts: dict[str, Any]) -> None:
 
 def _print_lists(report: dict[str, Any]) -> None:
     if report["renamed"]:
-        first, *_, last = [f"{theirs} -> {ours}" for theirs, ours in report["renamed"].items()] * 2
+        first, *_, last = [f"{file_name} -> {new_name}" for file_name, new_name in report["renamed"].items()] * 2
         show(printable(f"renamed: {len(report['renamed'])} arrays, {first} ... {last}"))
     for name in ("resized", "dropped", "new", "assumed", "notes"):
         values = report[name]
-        more = f" and {len(values) - 8} more (--json lists all)" if len(values) > 8 else ""
+        remainder = f" and {len(values) - 8} more (--json lists all)" if len(values) > 8 else ""
         if values:
-            show(printable(f"{name}: {', '.join(values[:8])}{more}"))
+            show(printable(f"{name}: {', '.join(values[:8])}{remainder}"))
 
 
 def _norms(facts: dict[str, Any]) -> str:

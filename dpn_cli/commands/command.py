@@ -80,8 +80,8 @@ def register_command(
                     raise problem[0]
 
         command.__doc__ = function.__doc__
-        usual = [Variant("", {})]
-        parameters = [parameter_of(key, default_of(key, schema, usual)) for key in keys]
+        variants = [Variant("", {})]
+        parameters = [parameter_of(key, default_of(key, schema, variants)) for key in keys]
         printing = [JSON, *([QUIET] if quiet else []), VERBOSE]
         app.command(name, epilog=f"Example: {example}")(with_signature(command, [*parameters, *printing]))
 

@@ -64,8 +64,8 @@ def in_hours(hours: float) -> str:
 
 def check_space(costs: Sequence[Cost], folder: Path) -> None:
     """Raise `SaveError` where the disk of a run's folder has less space than the trainings need."""
-    (free, held), needed = disk_free_and_used(folder), total_disk(costs)
-    if needed > free + held:
+    (free, used), needed = disk_free_and_used(folder), total_disk(costs)
+    if needed > free + used:
         raise SaveError(
             f"-o {folder}: the trainings need {gigabytes(needed)}, at most {_format_parts(costs)}, and the disk has "
             f"{gigabytes(free)} free; free some space or pass another -o"
@@ -74,9 +74,9 @@ def check_space(costs: Sequence[Cost], folder: Path) -> None:
 
 def disk_free_and_used(folder: Path) -> tuple[int, int]:
     """Return the bytes that are free on the disk of a folder, which need not be there, and those that it holds."""
-    there = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
+    existing_folder = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
     files = folder.rglob("*") if folder.is_dir() else ()
-    return shutil.disk_usage(there).free, sum(file.stat().st_size for file in files if file.is_file())
+    return shutil.disk_usage(existing_folder).free, sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _format_parts(costs: Sequence[Cost]) -> str:

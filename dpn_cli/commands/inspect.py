@@ -81,25 +81,25 @@ def inspect(options: InspectOptions, console: Console, title: str = "") -> dict[
     networks: list[InspectionSummary] = []
     with signals.listen(signals.NO_RESULT), join(options.runtime.device) as world:
         refuse_ranks(world, "inspect")
-        shown, names = _sampled_images(options), _names(places)
+        samples, names = _sampled_images(options), _names(places)
         models = [_open(place, options) for place in places]
         open_report(options.output_dir)
         for name, model in zip(names, models, strict=True):
             console.info(model.report.summary())
             model.to(world.device).eval()
-            if shown is None:
+            if samples is None:
                 networks.append(examine(name, model, None))
             else:
-                with console.counting(name, len(shown.split.labels)) as done:
-                    networks.append(examine(name, model, shown.batches(model, done)))
+                with console.counting(name, len(samples.split.labels)) as on_progress:
+                    networks.append(examine(name, model, samples.batches(model, on_progress)))
             for line in networks[-1].left_out:
                 console.info(f"{name}: {line}")
     page = write_page(options.output_dir, title or f"dpn inspect: {' and '.join(names)}", sections_of(networks))
     result = {
         "task": "inspect",
         "data": options.source,
-        "decoder": shown.reading.versions() if shown else None,
-        "networks": [one.to_dict() for one in networks],
+        "decoder": samples.reading.versions() if samples else None,
+        "networks": [summary.to_dict() for summary in networks],
         "page": page.name,
     }
     replace_json(options.output_dir / "result.json", result)
@@ -149,4 +149,4 @@ def _inspect(options: InspectOptions, console: Console) -> Outcome:
 
     To describe a weight file, use 'dpn checkpoint inspect'.
     """
-    return inspect(options, console), lambda done: f"{options.output_dir / done['page']}: open it in a browser"
+    return inspect(options, console), lambda result: f"{options.output_dir / result['page']}: open it in a browser"

@@ -24,15 +24,15 @@ class LazyCommand(NamedTuple):
     def load(self, name: str) -> Any:
         """Return the command."""
         module, attribute = self.place.split(":")
-        found = getattr(import_module(f"dpn_cli.commands.{module}"), attribute)
+        command = getattr(import_module(f"dpn_cli.commands.{module}"), attribute)
         around = typer.Typer(rich_markup_mode="rich", add_completion=False)
         around.callback()(lambda: None)  # with a callback it is a group, however few commands it has
-        if isinstance(found, typer.Typer):
-            around.add_typer(found, name=name, help=self.help)
-        elif isinstance(found, Mapping):
-            import_module("dpn_cli.commands.train").add_command(around, name, found[name])
+        if isinstance(command, typer.Typer):
+            around.add_typer(command, name=name, help=self.help)
+        elif isinstance(command, Mapping):
+            import_module("dpn_cli.commands.train").add_command(around, name, command[name])
         else:
-            found(around)
+            command(around)
         group: Any = typer.main.get_command(around)
         return group.commands[name]
 

@@ -113,8 +113,8 @@ def _unpack(options: ArchiveOptions, layout: Any, module: ArchiveModule, console
     result = {"task": f"data prepare {layout.name}", "out": str(out), "files": files, **counts, "short": missing}
 
     def describe(_: object) -> str:
-        written, kept, left_out = (files[key] for key in ("written", "kept", "left_out"))
-        return f"{out}: {written} files written, {kept} kept, {left_out} left out\n{module.next_step(out)}"
+        written, existing, left_out = (files[key] for key in ("written", "kept", "left_out"))
+        return f"{out}: {written} files written, {existing} kept, {left_out} left out\n{module.next_step(out)}"
 
     problem = DataError(f"{'; '.join(missing)}; unpack the rest into the same folder, or accept this with --partial")
     return result, describe, problem if missing and not options.partial else None

@@ -26,7 +26,7 @@ from dpn_cli.run.files import open_report, read_object, real_path
 from dpn_cli.sweep.grid import settings_of
 
 # Where a run has its own page, and the variable that leaves it out, as --no-report does.
-INSIDE, NO_REPORT = Path("report") / PAGE, "DPN_NO_REPORT"
+PAGE_PATH, NO_REPORT = Path("report") / PAGE, "DPN_NO_REPORT"
 
 
 class ReportOptions(Section):
@@ -71,17 +71,17 @@ def page_at_end(folder: Path, console: Console) -> None:
         return
     from dpn_cli.run import signals
 
-    page, again = folder / INSIDE, f"'dpn report {folder}' writes it"
+    page, advice = folder / PAGE_PATH, f"'dpn report {folder}' writes it"
     try:
         with signals.listen():
             if not _is_newest(page, [folder / name for name in ("result.json", "partial.json")]):
                 report(ReportOptions(runs=[folder], output_dir=page.parent), console, signals.check_here)
         console.info(f"report: {page}")
     except (StoppedError, KeyboardInterrupt):
-        console.warn(f"stopped at the run's page; the run is finished, and {again}")
+        console.warn(f"stopped at the run's page; the run is finished, and {advice}")
     except Exception as error:  # a chart may fail in any way, and the run has not
         console.warn(
-            f"the run's page was not written ({type(error).__name__}: {error}); the run is finished, and {again}"
+            f"the run's page was not written ({type(error).__name__}: {error}); the run is finished, and {advice}"
         )
 
 
@@ -121,26 +121,27 @@ def origins_of(run: RunRecord) -> Origins:
     plain = read_config(name)
     try:
         schema = schema_of(plain, name)
-        usual = dict(flatten_keys(build(schema, plain, name).model_dump(mode="json")))
+        defaults = dict(flatten_keys(build(schema, plain, name).model_dump(mode="json")))
         sources = read_sources(name, schema)
     except DpnError:
         return [(key, format_value(value), "") for key, value in flatten_keys(run.config)]
-    stated, given = {key for key, _ in flatten_keys(plain)}, _given_in(run)
-    found = []
+    config_keys, explicit_keys = {key for key, _ in flatten_keys(plain)}, _explicit_keys_of(run)
+    origins = []
     for key, value in flatten_keys(run.config):
         parts = key.split(".")
         above = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
-        source = next((sources[one].comment() for one in above if one in sources), "")
-        if value != usual.get(key):
-            chosen = "given or derived" if given is None else "given" if given.intersection(above) else "derived"
-            origin = f"{chosen}; the config {name} has {format_value(usual[key])}" if key in usual else chosen
+        source = next((sources[parent_key].comment() for parent_key in above if parent_key in sources), "")
+        if value != defaults.get(key):
+            is_explicit = explicit_keys is not None and explicit_keys.intersection(above)
+            origin = "given" if is_explicit else "given or derived" if explicit_keys is None else "derived"
+            origin = f"{origin}; the config {name} has {format_value(defaults[key])}" if key in defaults else origin
         else:
-            origin = f"config {name}" if key in stated else "default"
-        found.append((key, format_value(value), "; ".join(filter(None, (origin, source)))))
-    return found
+            origin = f"config {name}" if key in config_keys else "default"
+        origins.append((key, format_value(value), "; ".join(filter(None, (origin, source)))))
+    return origins
 
 
-def _given_in(run: RunRecord) -> set[str] | None:
+def _explicit_keys_of(run: RunRecord) -> set[str] | None:
     """Return the config keys that the command of a run gave, with those by which a comparison tells its trainings.
 
     None where the run does not say. The others follow from these, from the data and from the weights.
@@ -148,10 +149,10 @@ def _given_in(run: RunRecord) -> set[str] | None:
     for above in real_path(run.path).parents[:2]:
         facts, config = read_object(above / "run.json") or {}, run_config(above / "config.yaml") or {}
         if facts.get("kind") == "comparison" and "given" in facts:
-            own = {f"backbone.{key}" for network in config.get("compare", ()) for key in settings_of(network)}
-            return {*facts["given"], "seed", *own}
-    given = run.facts.get("given")
-    return None if given is None else set(given)
+            network_keys = {f"backbone.{key}" for network in config.get("compare", ()) for key in settings_of(network)}
+            return {*facts["given"], "seed", *network_keys}
+    explicit_keys = run.facts.get("given")
+    return None if explicit_keys is None else set(explicit_keys)
 
 
 def add_to(root: typer.Typer) -> None:
@@ -161,4 +162,4 @@ def add_to(root: typer.Typer) -> None:
 
 def _report(options: ReportOptions, console: Console) -> Outcome:
     """Write a page with figures and tables about runs and evaluations."""
-    return report(options, console), lambda done: f"{done['page']}: open it in a browser"
+    return report(options, console), lambda result: f"{result['page']}: open it in a browser"

@@ -72,8 +72,8 @@ def reproduce(**arguments: Any) -> None:
 def _experiment(name: str, make: Trainings, seeds: int | None) -> Experiment:
     if name not in EXPERIMENTS:
         raise DpnError(f"{name!r}: choose one of {', '.join(EXPERIMENTS)}{did_you_mean(name, EXPERIMENTS)}")
-    build, usual = EXPERIMENTS[name]
-    return build(make, range(min(usual, 3) if seeds is None and make.small else seeds or usual))
+    build, default_seeds = EXPERIMENTS[name]
+    return build(make, range(min(default_seeds, 3) if seeds is None and make.small else seeds or default_seeds))
 
 
 def _trials(experiments: Sequence[Experiment], locations: Locations) -> list[PaperTrial]:
@@ -160,19 +160,18 @@ def _write(
     if any(comparison.ours for comparison in compared):
         pages.append(write(folder, experiment, compared, make.small))
     for drawing in experiment.drawings:
-        page = folder / drawing.name
+        page_folder = folder / drawing.name
         trials = drawing.ready(locations)
         if drawing.by == "report" and trials:
-            options = ReportOptions(runs=[locations.out / trial.name for trial in trials], output_dir=page)
-            written = report(options, console, title=title)
-            pages.append(Path(written["page"]))
+            options = ReportOptions(runs=[locations.out / trial.name for trial in trials], output_dir=page_folder)
+            page = report(options, console, title=title)
+            pages.append(Path(page["page"]))
         elif trials and not one_rank:
             console.info(f"{experiment.name}: run the same command again in one process for its page")
         elif trials:
-            written = inspect(
-                InspectOptions(checkpoint=locations.weights_of(trials[0]), output_dir=page), console, title
-            )
-            pages.append(page / written["page"])
+            options_of_page = InspectOptions(checkpoint=locations.weights_of(trials[0]), output_dir=page_folder)
+            page = inspect(options_of_page, console, title)
+            pages.append(page_folder / page["page"])
     return pages
 
 

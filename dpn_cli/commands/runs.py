@@ -75,12 +75,12 @@ def score_of(run: RunRecord) -> tuple[str | None, float | None]:
     result = run.result
     if run.kind == "comparison" and result.get("compare"):
         name, network = list(result["compare"]["networks"].items())[-1]
-        found = network[result["score"]]
-        return f"{score_name(result['score'])}, {name}", found and found["mean"]
+        summary = network[result["score"]]
+        return f"{score_name(result['score'])}, {name}", summary and summary["mean"]
     for key, metric in METRICS.items():
         if (value := score_value(result, key)) is not None:
             return metric, value
-    tested = [one["test"]["mean"] for one in result.get("tasks", {}).values() if one["test"]]
+    tested = [task_result["test"]["mean"] for task_result in result.get("tasks", {}).values() if task_result["test"]]
     return ("mean of its tasks", fmean(tested)) if tested else (None, None)
 
 
@@ -128,10 +128,10 @@ def _print_run(row: dict[str, Any]) -> None:
 @register_command(app, "list", ListOptions, "dpn runs list runs/highres", quiet=False)
 def _list(options: ListOptions, console: Console) -> Outcome:
     """List runs below a folder: status, score, step, age, command (the default)."""
-    found = [describe_run(read_run(path)) for path in find_runs(folder_of(options.folder))]
-    if not found:
+    descriptions = [describe_run(read_run(path)) for path in find_runs(folder_of(options.folder))]
+    if not descriptions:
         raise DataError(f"{options.folder}: no runs in it or in the {DEPTH} levels below it; name another folder")
-    return found, _print_list
+    return descriptions, _print_list
 
 
 @register_command(app, "show", ShowOptions, "dpn runs show runs/highres/B-32-dpn", quiet=False)

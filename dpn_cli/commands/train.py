@@ -108,12 +108,12 @@ def process_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def sweep_error(failed: Sequence[str], what: str) -> SweepError | None:
+def sweep_error(failed: Sequence[str], noun: str) -> SweepError | None:
     """Return the error of a run with failed trials; None if none has failed."""
     if not failed:
         return None
     return SweepError(
-        f"{count_noun(len(failed), what.removesuffix('s'))} failed, as listed above; the others are kept: run the same "
+        f"{count_noun(len(failed), noun.removesuffix('s'))} failed, as listed above; the others are kept: run the same "
         "command with --resume to try again what failed"
     )
 
@@ -125,7 +125,7 @@ def load_trainer(
     if isinstance(config, SweepConfig) and config.is_sweep:
         from dpn_cli.sweep.runner import SweepRunner, SweepTrainer  # torch loads here
 
-        command = next(words for words, other in TRAIN_COMMANDS.items() if other is training)
+        command = next(words for words, train_command in TRAIN_COMMANDS.items() if train_command is training)
         trainer = cast(SweepTrainer, import_module(training.module))
         return config, SweepRunner(command, trainer, training.finalize, training.scores)
     config = training.finalize(config, console, dry_run)

@@ -70,7 +70,7 @@ class TrainCommand:
     failures: Callable[[Result], Sequence[str]] = lambda result: result.get("failed", ())
     scores: tuple[str, ...] = ("top1",)
 
-    def layers(self, arguments: Mapping[str, Any], say: Logger) -> Any:
+    def layers(self, arguments: Mapping[str, Any], log: Logger) -> Any:
         """Return the validated config of a command line. Raises `DpnError`."""
         keys = list(keys_of(self.schema))
         flags = explicit_options(keys, arguments)
@@ -78,7 +78,7 @@ class TrainCommand:
         extra = {parameter.name: arguments.get(parameter.name) for parameter in self.extra}
         resolve = self.resolve or partial(merge_with_shipped, self.configs[""])
         config_file = arguments.get("config")
-        plain = resolve(config_file, flags, settings, say, **extra)
+        plain = resolve(config_file, flags, settings, log, **extra)
         if config_file:
             read_sources(config_file, self.schema)  # a mistake in them is told; the run does not need them
         return build(self.schema, plain, "config", option_names(keys, arguments))

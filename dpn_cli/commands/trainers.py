@@ -83,15 +83,15 @@ def _pretrain_variants() -> list[Variant]:
     shipped = {label: read_config(name) for label, name in PRETRAIN_CONFIGS.items()}
     rows = {arch: regularization_keys(APPENDIX_C[arch]) for arch in reversed(APPENDIX_C)}
     lines = [Variant(arch, merge(shipped[""], row), "--arch") for arch, row in rows.items()]
-    others = {**shipped, "imagenet21k": merge(shipped["imagenet21k"], rows["L/16"])}
-    return [*lines, *(Variant(label, config) for label, config in others.items() if label)]
+    large_configs = {**shipped, "imagenet21k": merge(shipped["imagenet21k"], rows["L/16"])}
+    return [*lines, *(Variant(label, config) for label, config in large_configs.items() if label)]
 
 
 def _resolve_pretrain(
     config_file: str | None,
     flags: Settings,
     settings: Settings,
-    say: Logger,
+    log: Logger,
     *,
     name: str | None,
     base_config: str | None,
@@ -103,7 +103,7 @@ def _resolve_pretrain(
     if preset not in (None, "short"):
         raise DpnError(f"--preset {preset!r}: the only preset is short")
     pretrain_preset: Literal["short"] | None = "short" if preset else None
-    return pretrain_config.resolve(base_config or name, pretrain_preset, augment, config_file, flags, settings, say)
+    return pretrain_config.resolve(base_config or name, pretrain_preset, augment, config_file, flags, settings, log)
 
 
 PRETRAIN = TrainCommand(
@@ -189,7 +189,7 @@ LIT = TrainCommand(
 )
 
 
-def _segmentation(config: str, **others: Any) -> TrainCommand:
+def _segmentation(config: str, **fields: Any) -> TrainCommand:
     return TrainCommand(
         schema=segment_config.SegmentConfig,
         module="tasks.segment.command",
@@ -197,7 +197,7 @@ def _segmentation(config: str, **others: Any) -> TrainCommand:
         resolve=partial(segment_config.resolve, config),
         finalize=_with_demo_backbone(segment_config.finalize),
         scores=("miou",),
-        **others,
+        **fields,
     )
 
 

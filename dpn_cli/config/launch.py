@@ -77,10 +77,10 @@ def find_start(
 
     Raises `DpnError` without weights, and as `check_start` does.
     """
-    several = tuple(stems) or (backbone.stem or "dpn",)
-    checkpoint = backbone.checkpoint or find_weights(backbone.arch, several) or otherwise
+    stem_names = tuple(stems) or (backbone.stem or "dpn",)
+    checkpoint = backbone.checkpoint or find_weights(backbone.arch, stem_names) or otherwise
     if checkpoint is None:
-        names = " and ".join(f"{(backbone.arch or 'ARCH').replace('/', '-')}-{stem}.safetensors" for stem in several)
+        names = " and ".join(f"{(backbone.arch or 'ARCH').replace('/', '-')}-{stem}.safetensors" for stem in stem_names)
         pattern = "; write {stem} in the name with --compare" if stems else ""
         raise DpnError(
             f"--checkpoint: {needs} and no weights were given. Ways out: --checkpoint FILE ('dpn checkpoint inspect' "

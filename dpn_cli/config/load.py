@@ -89,7 +89,7 @@ def read_document(name: str) -> Plain:
 
 
 def _read_text(name: str) -> str:
-    """Read a config's file. Raises `DpnError` for one that is not there, not readable, too large or not UTF-8."""
+    """Read the file of a config. Raises `DpnError` when it is missing, unreadable, too large or not UTF-8."""
     try:
         with Path(name).open("rb") as file:
             data = file.read(MOST_BYTES + 1)
@@ -150,8 +150,8 @@ def merge(*layers: Mapping[str, Any]) -> Plain:
     merged: Plain = {}
     for layer in layers:
         for key, value in layer.items():
-            both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-            merged[key] = merge(merged[key], value) if both else value
+            are_mappings = isinstance(value, dict) and isinstance(merged.get(key), dict)
+            merged[key] = merge(merged[key], value) if are_mappings else value
     return merged
 
 
@@ -190,12 +190,12 @@ def _put(plain: Plain, dotted: str, value: object) -> None:
     plain[last] = value
 
 
-# Keys of a schedule that count steps, beside its length.
+# Keys of a schedule, other than its length, that count steps.
 PHASES = ("warmup", "cooldown", "decay_from")
 
 
 def merge_layers(
-    shipped: Plain, config_file: Plain, command: Plain, shown: str, say: Logger = discard_message
+    shipped: Plain, config_file: Plain, command: Plain, command_text: str, log: Logger = discard_message
 ) -> Plain:
     """Merge a configuration file and a command's options over a shipped config.
 
@@ -208,7 +208,7 @@ def merge_layers(
     for layer in (config_file, command):
         for section in ("data", "backbone", "schedule"):
             if not isinstance(layer.get(section, {}), dict):
-                raise DpnError(f"{section}: a section of keys, not a value; see dpn configs show {shown}")
+                raise DpnError(f"{section}: a section of keys, not a value; see dpn configs show {command_text}")
     schedule = command.get("schedule", {})
     steps, epochs = schedule.get("steps"), command.get("epochs")
     if steps is not None and epochs is not None:
@@ -218,65 +218,74 @@ def merge_layers(
             f"--epochs {epochs} and schedule.{phase}={schedule[phase]}: epochs turn into steps once images are counted "
             f"and decide the {phase} too; give --steps to set both"
         )
-    merged = merge(shipped, _in_its_own_steps(config_file, shipped, say), config_file)
-    return merge(merged, _in_its_own_steps(command, merged, say), command)
+    merged = merge(shipped, _in_its_own_steps(config_file, shipped, log), config_file)
+    return merge(merged, _in_its_own_steps(command, merged, log), command)
 
 
 def merge_with_shipped(
-    shipped: str, config_file: str | None, flags: Plain, settings: Plain, say: Logger = discard_message
+    shipped: str, config_file: str | None, flags: Plain, settings: Plain, log: Logger = discard_message
 ) -> Plain:
     """Merge the layers of a command over a shipped config, given by its name. Raises as `merge_layers` does."""
     file = read_config(config_file) if config_file else {}
-    return merge_layers(read_config(shipped), file, merge(flags, settings), shipped, say)
+    return merge_layers(read_config(shipped), file, merge(flags, settings), shipped, log)
 
 
 def last_given(section: str, key: str, *layers: Plain) -> Any:
     """Return the value that the last layer with one gives a key of a section; None without one."""
     sections = [layer.get(section) for layer in layers]
-    return next((each[key] for each in reversed(sections) if isinstance(each, dict) and each.get(key)), None)
+    return next(
+        (section[key] for section in reversed(sections) if isinstance(section, dict) and section.get(key)), None
+    )
 
 
-def _in_its_own_steps(layer: Plain, below: Plain, say: Logger) -> Plain:
-    """Return what the steps of a layer change beside the steps themselves."""
-    schedule, usual = layer.get("schedule", {}), below["schedule"]
+def _in_its_own_steps(layer: Plain, below: Plain, log: Logger) -> Plain:
+    """Return the settings that the steps of a layer change, other than the steps."""
+    schedule, shipped_schedule = layer.get("schedule", {}), below["schedule"]
     steps = schedule.get("steps")
     if steps is None or layer.get("epochs") is not None:
         return {}
     if not isinstance(steps, int):
         raise DpnError(f"schedule.steps: a whole number of steps (got {steps!r})")
     epochs: Plain = {"epochs": None} if "epochs" in below else {}
-    # What is wrong with the steps below is said when the whole config is checked.
-    if steps < 1 or not isinstance(usual.get("steps"), int):
+    # Invalid steps of the layers below are reported when the whole config is checked.
+    if steps < 1 or not isinstance(shipped_schedule.get("steps"), int):
         return epochs
-    return {**epochs, "schedule": _shares(usual, usual["steps"], steps, set(schedule), say)}
+    return {
+        **epochs,
+        "schedule": _scaled_phases(shipped_schedule, shipped_schedule["steps"], steps, set(schedule), log),
+    }
 
 
-def _shares(schedule: Mapping[str, Any], usual: int, steps: int, given: set[str], say: Logger) -> Plain:
-    """Return the phases of a schedule of `usual` steps in a training of `steps`, without those that are `given`."""
-    if steps >= usual:
+def _scaled_phases(
+    schedule: Mapping[str, Any], base_steps: int, steps: int, explicit_keys: set[str], log: Logger
+) -> Plain:
+    """Return the phases of a schedule of `base_steps` scaled to `steps`, without explicit keys."""
+    if steps >= base_steps:
         return {}
-    phases = {name: schedule.get(name) for name in PHASES if name not in given}
-    shares: Plain = {name: value * steps // usual for name, value in phases.items() if isinstance(value, int) and value}
-    if shares:
-        changed = ", ".join(f"{name} {share}, not {phases[name]}" for name, share in shares.items())
-        say(f"the training has {steps} steps and the config's phases are for {usual}, so they are shorter: {changed}")
+    phases = {name: schedule.get(name) for name in PHASES if name not in explicit_keys}
+    scaled: Plain = {
+        name: value * steps // base_steps for name, value in phases.items() if isinstance(value, int) and value
+    }
+    if scaled:
+        changes = ", ".join(f"{name} scaled from {phases[name]:,} to {value:,}" for name, value in scaled.items())
+        log(f"{steps:,} steps instead of the config's {base_steps:,}: {changes}")
     stairs = schedule.get("stairs")
-    if stairs and "stairs" not in given:
-        shares["stairs"] = tuple((at * steps // usual, factor) for at, factor in stairs)
-    return shares
+    if stairs and "stairs" not in explicit_keys:
+        scaled["stairs"] = tuple((stair_step * steps // base_steps, factor) for stair_step, factor in stairs)
+    return scaled
 
 
-def scale_schedule(schedule: Schedule, steps: int, say: Logger = discard_message) -> Schedule:
+def scale_schedule(schedule: Schedule, steps: int, log: Logger = discard_message) -> Schedule:
     """Return the schedule of a duration that was counted from epochs; shorter ones have their share of every phase."""
-    shares = _shares(schedule.model_dump(), schedule.steps, steps, set(), say)
+    shares = _scaled_phases(schedule.model_dump(), schedule.steps, steps, set(), log)
     return schedule.model_copy(update={"steps": steps, **shares})
 
 
 def steps_of(
-    epochs: float | None, schedule: Schedule, steps_per_epoch: float, say: Logger = discard_message
+    epochs: float | None, schedule: Schedule, steps_per_epoch: float, log: Logger = discard_message
 ) -> Schedule:
     """Return the schedule in steps: its own without epochs, else their rounded number, at least one step."""
-    return schedule if epochs is None else scale_schedule(schedule, max(1, round(epochs * steps_per_epoch)), say)
+    return schedule if epochs is None else scale_schedule(schedule, max(1, round(epochs * steps_per_epoch)), log)
 
 
 # A config is four levels deep and has a hundred values; aliases count as often as they are used.
@@ -321,7 +330,7 @@ def read_yaml(text: str) -> Any:
 def _count(value: object, depth: int, count: int) -> int:
     """Count values, those behind an alias each time."""
     if depth > DEEPEST:
-        raise ValueError(f"nested more than {DEEPEST} levels deep, or an alias inside what it stands for")
+        raise ValueError(f"nested more than {DEEPEST} levels deep, or an alias inside its own value")
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | set | tuple) else ()
     for part in parts:
         count = _count(part, depth + 1, count)

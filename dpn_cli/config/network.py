@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from dpn_cli.arch import COMMON_ARCHS, NORMS, PLACEMENTS, SIZES, STEMS, Norm, Placement, Pool, Stem, parse_arch
 from dpn_cli.config.option import MODEL, flag
-from dpn_cli.config.schema import Pixels, Positive, Section, Whole, split_list
+from dpn_cli.config.schema import NonNegativeInt, Pixels, Positive, Section, split_list
 
 
 def _complete_arch(incomplete: str) -> list[str]:
@@ -95,9 +95,9 @@ class NormOptions(Section):
     class_token_at: Positive | None = None
     in_unbiased: bool = False
     group_scale: bool = False
-    power_warmup: Whole = 3000
+    power_warmup: NonNegativeInt = 3000
     prepbn_share: Annotated[float, Field(gt=0, le=1)] = 0.8
-    un_warmup: Whole = 4000
+    un_warmup: NonNegativeInt = 4000
     un_filter: bool = True
 
 

@@ -21,13 +21,13 @@ def home() -> Path:
 
 def cache_bytes() -> int:
     """Return the limit of the cache of files behind URLs: $DPN_CACHE_GB, or 100 GB. Raises `DpnError` for no number."""
-    given = os.environ.get("DPN_CACHE_GB") or "100"
+    setting = os.environ.get("DPN_CACHE_GB") or "100"
     try:
-        limit = float(given)
+        limit = float(setting)
     except ValueError:
         limit = math.nan
     if not 0 < limit < math.inf:
-        raise DpnError(f"DPN_CACHE_GB={given}: not a number of gigabytes above 0; the usual limit is 100")
+        raise DpnError(f"DPN_CACHE_GB={setting}: not a number of gigabytes above 0; the usual limit is 100")
     return int(limit * 1e9)
 
 
@@ -41,7 +41,7 @@ UNPACKED = {
 def find_data(name: str) -> str:
     """Return the first of $DPN_DATA_DIR/NAME and ./NAME that exists, else ``"demo"``; archives have their own NAME."""
     places = [Path(os.environ["DPN_DATA_DIR"])] if os.environ.get("DPN_DATA_DIR") else []
-    folders = (place / each for place in (*places, Path()) for each in (name, *UNPACKED.get(name, ())))
+    folders = (place / folder_name for place in (*places, Path()) for folder_name in (name, *UNPACKED.get(name, ())))
     return next((str(folder) for folder in folders if folder.is_dir()), DEMO)
 
 

@@ -61,9 +61,9 @@ class ValueSource(Section):
         paper = [f"paper: {format_value(self.paper)}"] if "paper" in self.model_fields_set else []
         return " ".join("; ".join([self.source, *paper, *([self.differs] if self.differs else [])]).split())
 
-    def disagrees(self, here: object, paper: object) -> bool:
+    def disagrees(self, value: object, paper: object) -> bool:
         """Return whether the value of a run differs from the paper's."""
-        return here in self.unlike if self.unlike else here != paper and here not in self.same
+        return value in self.unlike if self.unlike else value != paper and value not in self.same
 
 
 class _Sources(Section):
@@ -105,18 +105,18 @@ def differences(config: Config, precision: str) -> list[str] | None:
     if config.demo or name is None or of_arch is None:
         return None
     schema = type(config)
-    paper, here = _values(build(schema, read_config(name), name)), {**_values(config), "runtime.precision": precision}
+    paper, values = _values(build(schema, read_config(name), name)), {**_values(config), "runtime.precision": precision}
     sources = read_sources(name, schema)
-    values, sentences = [], []
+    lines, sentences = list[str](), list[str]()
     for key in [key for key in dotted_keys(schema) if key in sources and sources[key].in_paper]:
         source = sources[key]
-        there = of_arch.get(key, source.paper if "paper" in source.model_fields_set else paper[key])
-        counted = here.get("epochs") not in (None, paper.get("epochs"))
-        if source.disagrees(here[key], there) and not (counted and key in _STEPS):
-            values.append(f"{key}: {format_value(here[key])} (paper: {format_value(there)})")
+        paper_value = of_arch.get(key, source.paper if "paper" in source.model_fields_set else paper[key])
+        counted = values.get("epochs") not in (None, paper.get("epochs"))
+        if source.disagrees(values[key], paper_value) and not (counted and key in _STEPS):
+            lines.append(f"{key}: {format_value(values[key])} (paper: {format_value(paper_value)})")
         if source.differs:
             sentences.append(source.differs)
-    return values + sentences
+    return lines + sentences
 
 
 def _values(config: Section) -> Plain:

@@ -22,7 +22,7 @@ from dpn_cli.config.urls import check_url
 # The largest seed that every library takes.
 MOST_SEED = 2**32 - 1
 Positive = Annotated[int, Field(gt=0, le=MOST_INTEGER)]
-Whole = Annotated[int, Field(ge=0, le=MOST_INTEGER)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MOST_INTEGER)]
 Seed = Annotated[int, Field(ge=0, le=MOST_SEED)]
 Side = Annotated[int, Field(gt=0, le=MOST_PIXELS)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -85,8 +85,8 @@ EPOCHS = flag("--epochs", help="Number of passes over the training images.", pan
 BATCH_SIZE = flag("--batch-size", "-b", help="Images per optimizer step over all ranks.", panel=TRAIN)
 
 # Of commands that do not train: their batches change nothing beyond floating-point rounding.
-AT_ONCE = flag("--batch-size", "-b", help="Number of images per forward pass.", panel=RUNTIME)
-AtOnce = Annotated[Positive, AT_ONCE]
+FORWARD_BATCH_SIZE = flag("--batch-size", "-b", help="Number of images per forward pass.", panel=RUNTIME)
+ForwardBatchSize = Annotated[Positive, FORWARD_BATCH_SIZE]
 IMAGE_FILES = argument("Images, or folders of images.")
 HTML = flag("--html", help="Write an HTML page of thumbnails with predictions.", panel=OUTPUT)
 MICRO_BATCH_SIZE = flag(
@@ -129,11 +129,11 @@ def refuse_unused(section: Section, name: str, keys: Sequence[str], reason: str)
     for key in keys:
         default = type(section).model_fields[key].default
         if getattr(section, key) != default:
-            shown = f"{default:g}" if isinstance(default, float) else "null" if default is None else "false"
-            raise ValueError(f"{name}.{key}: {reason}; leave it at {shown}")
+            default_text = f"{default:g}" if isinstance(default, float) else "null" if default is None else "false"
+            raise ValueError(f"{name}.{key}: {reason}; leave it at {default_text}")
 
 
-class Drawn(Section):
+class SampledData(Section):
     """The order of training images."""
 
     shuffle: Annotated[
@@ -207,14 +207,14 @@ class Schedule(Section):
             panel=TRAIN,
         ),
     ]
-    warmup: Whole = 0
+    warmup: NonNegativeInt = 0
     decay: Literal["cosine", "linear", "polynomial", "rsqrt", "stair"] = "cosine"
-    decay_from: Whole | None = None
+    decay_from: NonNegativeInt | None = None
     end: NonNegative = 0.0
     start: Annotated[float, Field(ge=0, le=1)] = 0.0
     power: Annotated[float, Field(gt=0)] = 1.0
     timescale: Positive = 10_000
-    cooldown: Whole = 0
+    cooldown: NonNegativeInt = 0
     stairs: tuple[tuple[int, float], ...] = ()
 
     @model_validator(mode="after")

@@ -72,6 +72,6 @@ class TrainingConfig(Config):
 ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
 
 
-def counted_in_steps(config: ConfigT, steps_per_epoch: float, say: Logger = discard_message) -> ConfigT:
+def resolve_training_steps(config: ConfigT, steps_per_epoch: float, log: Logger = discard_message) -> ConfigT:
     """Return the config with its duration in steps."""
-    return config.model_copy(update={"schedule": steps_of(config.epochs, config.schedule, steps_per_epoch, say)})
+    return config.model_copy(update={"schedule": steps_of(config.epochs, config.schedule, steps_per_epoch, log)})

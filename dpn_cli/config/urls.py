@@ -31,10 +31,10 @@ def check_url(place: str) -> str:
     url = place.removeprefix("wds:")
     if not is_url(url):
         return place
-    scheme, _, rest = url.partition("://")
+    scheme, _, path = url.partition("://")
     if scheme not in EXTRAS:
         raise ValueError(f"{scheme}://: no store that is read; {', '.join(f'{name}://' for name in EXTRAS)} are")
-    if "@" in rest.partition("/")[0] or "?" in rest or "::" in rest:
+    if "@" in path.partition("/")[0] or "?" in path or "::" in path:
         raise ValueError(
             f"{scheme}://…: a URL with a password, a signature (?) or another URL (::) in it, which the run's folder "
             "would keep; the store's client takes credentials from its environment variables and files"

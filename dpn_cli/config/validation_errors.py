@@ -97,12 +97,12 @@ def nearest_key(unknown: str, schema: type[BaseModel]) -> str | None:
     """
     names = {key: key.rpartition(".")[2] for key in _keys(schema)}
     section, _, name = unknown.rpartition(".")
-    siblings = [own for key, own in names.items() if key.rpartition(".")[0] == section]
+    siblings = [option_name for key, option_name in names.items() if key.rpartition(".")[0] == section]
     if name not in names.values() and (close := nearest(name, siblings)):
         return f"{section}.{close}" if section else close
     elsewhere = name if name in names.values() else nearest(name, set(names.values()))
-    found = [key for key, own in names.items() if own == elsewhere]
-    return found[0] if len(found) == 1 else None
+    matches = [key for key, option_name in names.items() if option_name == elsewhere]
+    return matches[0] if len(matches) == 1 else None
 
 
 def dotted_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -182,8 +182,8 @@ def _bounds(metadata: Iterable[Any]) -> str:
         del bounds["le"]  # nobody comes near it
     if "ge" in bounds and "le" in bounds:
         return f" from {bounds['ge']} to {bounds['le']}"
-    both = " and ".join(f"{word} {bounds[name]}" for name, word in WORDS.items() if name in bounds)
-    return f" {'of ' * both.startswith('at')}{both}" if both else ""
+    limits = " and ".join(f"{word} {bounds[name]}" for name, word in WORDS.items() if name in bounds)
+    return f" {'of ' * limits.startswith('at')}{limits}" if limits else ""
 
 
 def _unwrapped(annotation: Any, metadata: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:

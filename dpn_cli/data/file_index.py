@@ -21,7 +21,7 @@ from dpn_cli.data.compact import PackedStrings, pack_integers
 from dpn_cli.data.decode import SUFFIXES
 from dpn_cli.errors import DataError, SaveError
 from dpn_cli.run import signals
-from dpn_cli.run.console import LINE_EVERY, tell
+from dpn_cli.run.console import LINE_EVERY, print_message
 from dpn_cli.run.files import real_path, replace_file
 
 # The list of so many images is kept. Nobody edits images of larger sets one by one; looking at each of them takes
@@ -95,7 +95,7 @@ def index_files(root: Path, within: Sequence[str] = ("",)) -> FileIndex:
             listing.sizes.append(size)
             if time.monotonic() - shown >= LINE_EVERY:
                 shown = time.monotonic()
-                tell(f"{root}: {len(listing.names)} images found")
+                print_message(f"{root}: {len(listing.names)} images found")
         listing.counts.append(len(listing.names) - before)
     if file and len(listing.names) >= KEPT and max(folders.stamps[::3]) < began - SAME_DATE:
         with suppress(SaveError):  # the next run looks for them again

@@ -186,7 +186,7 @@ def crop_batches(
         steps = StepSampler(len(split.labels), batch_size, seed, start, positions, repeats, views, order)
         needs = partial(order.needs, start, positions) if order else None
         with (
-            prefetch_shards(split, needs, len(positions), workers, world.here) as on_step,
+            prefetch_shards(split, needs, len(positions), workers, world.local_ranks) as on_step,
             closing(
                 iter_crops(split, augmentation, batch_size, seed, steps, world.device, workers, skip_bad, on_skip)
             ) as crops,

@@ -22,7 +22,7 @@ from dpn_cli.data.sources.base import LabelledImages
 from dpn_cli.data.thread_loader import ThreadedDataset
 from dpn_cli.errors import DataError, StoreError
 from dpn_cli.run import signals
-from dpn_cli.run.console import Done, uncounted
+from dpn_cli.run.console import OnProgress, ignore_progress
 from dpn_cli.run.cores import cores
 from dpn_cli.run.distributed import World, ranks_here
 
@@ -134,7 +134,7 @@ def load(
     *,
     workers: int | Literal["auto"] = "auto",
     skip_bad: bool = False,
-    done: Done = uncounted,
+    done: OnProgress = ignore_progress,
 ) -> PixelSet:
     """Decode and resize a whole split into memory: 3 * h * w bytes an image. `done` is told how many are done."""
     parts = []

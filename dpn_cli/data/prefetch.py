@@ -151,7 +151,7 @@ def check_cache(split: LabelledImages, order: ShardOrder | None, draws: int, wor
         return
     if order:
         lookahead = batches_ahead(world.most(order.batch_size), workers)
-        peak = world.here * _peak_bytes(order, sizes, lookahead, world)
+        peak = world.local_ranks * _peak_bytes(order, sizes, lookahead, world)
         if peak > limit:
             raise DpnError(
                 f"{cache}: the shards that are read at a time take up to {peak / 1e9:.3g} GB; allow more for the "

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from dpn_cli.config.schema import Drawn
+from dpn_cli.config.schema import SampledData
 from dpn_cli.data.compact import Rows
 from dpn_cli.data.sources.base import LabelledImages, ShardIndex
 from dpn_cli.engine.seeds import fold
@@ -205,7 +205,9 @@ class ShardOrder:
             yield from sorted(need for need in needs if need.last >= start and need.first < self.steps)
 
 
-def make_shard_order(split: LabelledImages, data: Drawn, batch_size: int, seed: int, steps: int) -> ShardOrder | None:
+def make_shard_order(
+    split: LabelledImages, data: SampledData, batch_size: int, seed: int, steps: int
+) -> ShardOrder | None:
     """Return the order of a training on a split; None where its images are shuffled all together.
 
     Raises `DpnError` where shards are to be drawn, and the split has none.

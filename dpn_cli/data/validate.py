@@ -26,7 +26,7 @@ from dpn_cli.data.thread_loader import ThreadedDataset
 from dpn_cli.data.workers import open_loader
 from dpn_cli.errors import DataError
 from dpn_cli.run import signals
-from dpn_cli.run.console import Done, uncounted
+from dpn_cli.run.console import OnProgress, ignore_progress
 
 # Images that a process decodes before it hands over their records.
 CHUNK_IMAGES = 64
@@ -149,7 +149,7 @@ def inspect_split(
     count: int,
     *,
     workers: int | Literal["auto"] = "auto",
-    on_progress: Done = uncounted,
+    on_progress: OnProgress = ignore_progress,
 ) -> SplitInspection:
     """Inspect `count` rows of a split, in worker processes if that is faster.
 

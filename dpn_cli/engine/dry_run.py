@@ -80,7 +80,7 @@ class _Measured:
     memory: int
 
 
-def dry_run_fit(begin: Callable[[], DryRunSetup], name: str, beside: Path, *, weights: int) -> Cost:
+def dry_run_fit(build_setup: Callable[[], DryRunSetup], name: str, run_folder: Path, *, weights: int) -> Cost:
     """Train a few steps on one batch, evaluate, save, load into a new start, and go on; returns what a training takes.
 
     `begin` makes the training at its start, each time anew. States are written to a folder on the disk of the run's
@@ -91,19 +91,19 @@ def dry_run_fit(begin: Callable[[], DryRunSetup], name: str, beside: Path, *, we
             CPU bit for bit, elsewhere up to the order of sums.
         DpnError: what `fit` raises, and where nothing can be written.
     """
-    scene = begin()
+    scene = build_setup()
     job, world, workers, scored = scene.job, scene.job.world, scene.workers, scene.sampled.images
     steps, states, evaluated = job.schedule.steps, _states(job), _evaluated(job, scene.sampled)
-    with _scratch(beside, world) as scratch:
+    with _scratch(run_folder, world) as scratch:
         with closing(job.batches(0)) as stream:
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             batch = next(stream)
-            loading = time.perf_counter() - began
+            loading = time.perf_counter() - start_time
         measured = _measure_first_steps(scene, batch, Checkpoints(scratch), loading)
         state = from_leader(sum(file.stat().st_size for file in (scratch / "last").iterdir()))
         del scene, job
         gc.collect()  # a GPU may not hold two networks
-        _check_resume(begin(), batch, scratch)
+        _check_resume(build_setup(), batch, scratch)
     step = with_loading(measured.step, measured.loading, workers)
     evaluation = with_loading(measured.evaluation, measured.evaluation_loading, workers)
     return Cost(
@@ -124,12 +124,12 @@ def summarize_network(network: Backbone) -> tuple[str, int]:
 
 
 def _states(job: TrainJob) -> int:
-    """Return how many states a training has on the disk at once."""
+    """Return the largest number of states of a training on the disk."""
     return STATES + (BEST_STATES if job.evaluate_every and job.keep_best else 0)
 
 
 def _evaluated(job: TrainJob, sampled: Sampled) -> int:
-    """Return how many images a training evaluates."""
+    """Return the number of images that a training evaluates."""
     every = job.evaluate_every
     evaluations = -(-job.schedule.steps // every) if every else int(job.evaluate is not None)
     return evaluations * sampled.during + sampled.end
@@ -190,8 +190,8 @@ def _check_resume(scene: DryRunSetup, batch: Batch, scratch: Path) -> None:
         raise SaveError(f"{CANNOT}; what was saved does not fit the training ({_line(error)}); {NEXT}") from error
     off = from_leader(resumed.off)
     bound = 0.0 if world.device.type == "cpu" else TOLERANCE
-    if wrong := [f"{part} by {distance:.3g} of a step" for part, distance in off.items() if not distance <= bound]:
-        raise SaveError(f"{CANNOT}; it ends elsewhere: {', '.join(wrong)}; {NEXT}")
+    if deviations := [f"{part} by {distance:.3g} of a step" for part, distance in off.items() if not distance <= bound]:
+        raise SaveError(f"{CANNOT}; it ends elsewhere: {', '.join(deviations)}; {NEXT}")
 
 
 def _shorten_job(job: TrainJob, batch: Batch, outputs: Outputs, evaluate: Callable[[], dict[str, float]]) -> TrainJob:
@@ -225,49 +225,51 @@ class _Resumed(Checkpoints):
         return super().load(f"{name}.previous", warn, empty)
 
     def save(self, name: str, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Compare the tensors with those that were saved as `name`."""
-        before, last = (super(_Resumed, self).load(each, print) for each in (f"{name}.previous", name))
-        assert before
+        """Compare the tensors with the ones saved as `name`."""
+        previous, last = (super(_Resumed, self).load(state_name, print) for state_name in (f"{name}.previous", name))
+        assert previous
         assert last
-        self.off = distances(before[0], last[0], {key: one.detach().cpu() for key, one in tensors.items()})
+        self.off = distances(previous[0], last[0], {key: tensor.detach().cpu() for key, tensor in tensors.items()})
 
     def save_parts(self, name: str, tensors: Mapping[str, Tensor], state: Mapping[str, Any], world: World) -> None:
         """Compare whole tensors, which all ranks put together."""
         self.save(name, dict(gather_tensors(tensors)), state)
 
 
-def distances(before: Mapping[str, Tensor], last: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return how far `now` is from `last`, in distances of `last` from `before`, by the part of a training's state.
+def distances(
+    previous: Mapping[str, Tensor], last: Mapping[str, Tensor], current: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """Return the distance of `current` from `last`, relative to that of `last` from `previous`, by part of the state.
 
     Parts are the weights, their average, and each sum of the optimizer; only those that differ are returned.
     """
     off, moved = dict[str, float](), dict[str, float]()
-    for name in last.keys() | now.keys():
+    for name in last.keys() | current.keys():
         part = re.sub(r"^(optim)\.\d+|^(model|ema)\..*", r"\1\2", name)
-        if name not in last or name not in now or last[name].shape != now[name].shape:
+        if name not in last or name not in current or last[name].shape != current[name].shape:
             off[part] = torch.inf
-        elif not torch.equal(last[name], now[name]):
-            off[part] = off.get(part, 0.0) + _square(last[name], now[name])
-        if name in last and name in before:
-            moved[part] = moved.get(part, 0.0) + _square(last[name], before[name])
+        elif not torch.equal(last[name], current[name]):
+            off[part] = off.get(part, 0.0) + _square(last[name], current[name])
+        if name in last and name in previous:
+            moved[part] = moved.get(part, 0.0) + _square(last[name], previous[name])
     return {part: (square / moved[part]) ** 0.5 if moved.get(part) else torch.inf for part, square in off.items()}
 
 
-def _square(one: Tensor, other: Tensor) -> float:
-    return float((one.double() - other.double()).square().sum())
+def _square(tensor: Tensor, reference: Tensor) -> float:
+    return float((tensor.double() - reference.double()).square().sum())
 
 
 @contextmanager
-def _scratch(beside: Path, world: World) -> Iterator[Path]:
+def _scratch(run_folder: Path, world: World) -> Iterator[Path]:
     """Yield a new folder beside a run's folder, on all ranks, and delete it at the end. Raises `DpnError`."""
 
     def make() -> Path:
-        there = next(folder for folder in beside.absolute().parents if folder.is_dir())
+        existing_folder = next(folder for folder in run_folder.absolute().parents if folder.is_dir())
         try:
-            return Path(tempfile.mkdtemp(prefix=".dpn-dry-run-", dir=there))
+            return Path(tempfile.mkdtemp(prefix=".dpn-dry-run-", dir=existing_folder))
         except OSError as error:
             raise DpnError(
-                f"-o {beside}: nothing can be written to {there} ({error.strerror}); pass another"
+                f"-o {run_folder}: nothing can be written to {existing_folder} ({error.strerror}); pass another"
             ) from error
 
     path = on_leader(world, make)
@@ -280,7 +282,7 @@ def _scratch(beside: Path, world: World) -> Iterator[Path]:
 
 
 def _forget_peak(device: torch.device) -> None:
-    """Let the peak of memory begin at what is used now."""
+    """Reset the peak of memory to the current use."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -293,8 +295,8 @@ def _peak(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError):
-        if found := re.search(r"^VmHWM:\s+(\d+) kB", STATUS.read_text("utf-8"), re.MULTILINE):
-            return 1024 * int(found[1])
+        if match := re.search(r"^VmHWM:\s+(\d+) kB", STATUS.read_text("utf-8"), re.MULTILINE):
+            return 1024 * int(match[1])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -192,7 +192,7 @@ class _Training:
             outputs.info(f"continues after step {step} of {self.job.schedule.steps}, the last one saved")
         if outputs.log and self.job.world.leads:
             outputs.log.truncate(step, evaluated=not pending_eval)
-            if missing := outputs.log.note_lost(step, state.get("records", 0)):
+            if missing := outputs.log.record_lost(step, state.get("records", 0)):
                 path = outputs.log.path
                 outputs.warn(f"{path}: {missing} records up to step {step} are gone, and this run's curve lacks them")
         return step, pending_eval

@@ -38,7 +38,7 @@ def lr_factor(schedule: Schedule, step: int) -> float:
         case "rsqrt":
             factor = math.sqrt(schedule.timescale / (schedule.timescale + max(step - start, 0)))
         case "stair":
-            factor = next((value for at, value in reversed(schedule.stairs) if step >= at), 1.0)
+            factor = next((value for stair_step, value in reversed(schedule.stairs) if step >= stair_step), 1.0)
     if schedule.warmup:
         factor *= min(1.0, schedule.start + (1 - schedule.start) * step / schedule.warmup)
     if schedule.cooldown:

@@ -14,7 +14,7 @@ from dpn_cli.config.load import Plain
 from dpn_cli.errors import DataError
 from dpn_cli.report.content import Series
 from dpn_cli.run.artifact_kinds import is_run
-from dpn_cli.run.environment import is_at_work, read_config
+from dpn_cli.run.environment import is_running, read_config
 from dpn_cli.run.files import read_object, real_path
 from dpn_cli.run.records import read_records
 
@@ -68,10 +68,10 @@ class RunRecord:
         status, process = str(self.facts.get("status", "unknown")), self.facts.get("process")
         if status != "running" or not isinstance(process, dict):
             return status
-        is_running = is_at_work(process)
-        if is_running is None:
+        alive = is_running(process)
+        if alive is None:
             return f"running on {process.get('host')}"
-        return status if is_running else "interrupted"
+        return status if alive else "interrupted"
 
     def series(self, key: str) -> Series:
         """Return the finite values of a key in the log over steps."""

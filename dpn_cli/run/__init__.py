@@ -1,1 +1,1 @@
-"""A run while it is at work: its folder, its ranks, its signals, what the user sees."""
+"""A running run: its folder, ranks, signals and console output."""

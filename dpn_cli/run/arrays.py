@@ -25,15 +25,15 @@ def save_array(path: Path, array: npt.NDArray[Any], **facts: Any) -> None:
 
 
 def facts_of(path: Path) -> dict[str, Any] | None:
-    """Return what was saved with an array, or None when it was not saved to the end.
+    """Return the facts saved with an array, or None when the save was not finished.
 
-    Raises `DataError` when the array is not the one that was saved.
+    Raises `DataError` when the array differs from the saved one.
     """
-    described = path.with_suffix(".json")
-    if not described.is_file():
+    description_path = path.with_suffix(".json")
+    if not description_path.is_file():
         return None
     try:
-        facts: dict[str, Any] = json.loads(described.read_text(encoding="utf-8"))
+        facts: dict[str, Any] = json.loads(description_path.read_text(encoding="utf-8"))
         if facts["sha256"] == file_digest(path):
             return facts
     except (OSError, ValueError, KeyError, TypeError):

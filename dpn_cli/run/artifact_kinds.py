@@ -1,4 +1,4 @@
-"""The kinds of runs and weight files, and the commands that take each: checked wherever one is opened."""
+"""The kinds of runs and weight files, and the commands that accept each."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ COMMANDS: dict[str, tuple[str, tuple[Kind, ...]]] = {
     "dpn checkpoint retrofit": ("retrofit", ("classifier", "network")),
     "--checkpoint": ("start", ("classifier", "segmenter", "network")),
 }
-# The beginnings of what is no path.
+# Prefixes of sources that are no paths.
 ELSEWHERE = ("timm:", "hf-hub:")
 
 

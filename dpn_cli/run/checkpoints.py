@@ -59,7 +59,7 @@ class Checkpoints:
             self._publish(name, file_digest(data))
 
     def save_parts(self, name: str, tensors: Mapping[str, Tensor], state: Mapping[str, Any], world: World) -> None:
-        """Do the same with tensors of which each rank writes its parts. All ranks call it.
+        """Do the same with sharded tensors: each rank writes its parts. All ranks call it.
 
         Raises `SaveError`, on all of them when one cannot write.
         """
@@ -67,29 +67,34 @@ class Checkpoints:
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        def begin() -> Path:
+        def create_folder() -> Path:
             with self._saving(name):
                 return self._new_folder(name)
 
-        def digest() -> dict[str, str]:
+        def compute_digests() -> dict[str, str]:
             with self._saving(name):
-                return {path.name: file_digest(path) for path in written[world.rank :: world.size]}
+                return {path.name: file_digest(path) for path in part_files[world.rank :: world.size]}
 
         def publish() -> None:
             with self._saving(name):
                 (fresh / PLAIN).write_text(json.dumps(state), encoding="utf-8")
                 all_digests = [{PLAIN: file_digest(fresh / PLAIN)}, *digests]
-                self._publish(name, "\n".join(f"{one}  {file}" for each in all_digests for file, one in each.items()))
+                self._publish(
+                    name,
+                    "\n".join(
+                        f"{digest}  {file}" for file_digests in all_digests for file, digest in file_digests.items()
+                    ),
+                )
 
-        fresh = distributed.on_leader(world, begin)
+        fresh = distributed.on_leader(world, create_folder)
         with self._saving(name):
             try:
-                whole = {key: value.detach() for key, value in tensors.items()}
-                save(whole, storage_writer=HuggingFaceStorageWriter(str(fresh), save_distributed=True))
+                whole_tensors = {key: value.detach() for key, value in tensors.items()}
+                save(whole_tensors, storage_writer=HuggingFaceStorageWriter(str(fresh), save_distributed=True))
             except CheckpointException as error:  # which holds the errors of all ranks
                 raise next(iter(error.failures.values()))[0] from error
-        written = sorted(fresh.glob("*.safetensors"))
-        digests = distributed.on_all(digest)
+        part_files = sorted(fresh.glob("*.safetensors"))
+        digests = distributed.on_all(compute_digests)
         distributed.on_leader(world, publish)
 
     def load(self, name: str, warn: Callable[[str], None], empty: Empty | None = None) -> State | None:
@@ -113,7 +118,7 @@ class Checkpoints:
 
     @contextmanager
     def _saving(self, name: str) -> Iterator[None]:
-        """Turn what stops a save into a `SaveError`, and delete what was written."""
+        """Turn an error of a save into a `SaveError`, and delete the unfinished files."""
         try:
             yield
         except (OSError, SafetensorError) as error:

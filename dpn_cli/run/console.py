@@ -33,7 +33,7 @@ CURVES = {80: 8, 110: 24}
 # Characters between two columns of a table.
 GAP = 2
 # Takes the number of images finished since the last call.
-Done = Callable[[int], None]
+OnProgress = Callable[[int], None]
 # Control characters, line and direction marks, and lone surrogates (from names in an unknown encoding).
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -153,14 +153,14 @@ class ProgressTick:
         )
 
 
-def uncounted(count: int) -> None:
-    """Show nothing: the `Done` of work that is part of something larger."""
+def ignore_progress(count: int) -> None:
+    """Show nothing: the `OnProgress` of work that is part of something larger."""
 
 
 _log_handlers: list[Callable[[str], None]] = []  # global, as stderr is; the innermost handler last
 
 
-def tell(text: str) -> None:
+def print_message(text: str) -> None:
     """Print a line about work that takes long and has no console of its own; nothing outside `Console.capture_logs`."""
     if _log_handlers:
         _log_handlers[-1](text)
@@ -187,7 +187,7 @@ class Console:
 
     @contextmanager
     def capture_logs(self) -> Iterator[None]:
-        """Print the messages of `tell` inside the block, unless -q was given."""
+        """Print the messages of `print_message` inside the block, unless -q was given."""
         _log_handlers.append(self.info)
         try:
             yield
@@ -240,13 +240,13 @@ class Console:
             yield line
 
     @contextmanager
-    def counting(self, label: str, total: int) -> Iterator[Done]:
+    def counting(self, label: str, total: int) -> Iterator[OnProgress]:
         """Show the number of finished images of `total`: a bar on a terminal, elsewhere a line every ten seconds.
 
         Shows nothing next to the bar of a training. Yields a function that takes the number of newly finished images.
         """
         if self.quiet or self.rich.quiet or self.has_bar:
-            yield uncounted
+            yield ignore_progress
         elif self.rich.is_terminal:
             columns = (self._spinner(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
             with self._bar(*columns) as bar:

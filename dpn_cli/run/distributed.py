@@ -26,14 +26,14 @@ ValueT = TypeVar("ValueT")
 class World:
     """This process's rank, the number of ranks, and the device it computes on.
 
-    `here` is the number of ranks on this machine. Where the ranks do not divide a batch, their shares are multiples of
-    `grain` rows: with grains that are micro-batches, these are the same ones for any number of ranks.
+    `local_ranks` is the number of ranks on this machine. Where the ranks do not divide a batch, their shares are
+    multiples of `grain` rows: with a grain of one micro-batch, any number of ranks has the same micro-batches.
     """
 
     rank: int
     size: int
     device: torch.device
-    here: int = 1
+    local_ranks: int = 1
     grain: int = 1
 
     @property
@@ -43,20 +43,20 @@ class World:
 
     def rows(self, batch: int) -> range:
         """Return this rank's rows of a batch, consecutive ones: an equal share, or the nearest to it in grains."""
-        return self._rows(self.rank, batch)
+        return self._rows_of_rank(self.rank, batch)
 
     def most(self, batch: int) -> int:
-        """Return how many rows of a batch the rank with the largest share has."""
-        return max(len(self._rows(rank, batch)) for rank in range(self.size))
+        """Return the number of rows of a batch on the rank with the largest share."""
+        return max(len(self._rows_of_rank(rank, batch)) for rank in range(self.size))
 
-    def _rows(self, rank: int, batch: int) -> range:
-        grains, rest = divmod(batch, self.grain)
-        unit = 1 if batch % self.size == 0 or rest or grains < self.size else self.grain
+    def _rows_of_rank(self, rank: int, batch: int) -> range:
+        grains, remainder = divmod(batch, self.grain)
+        unit = 1 if batch % self.size == 0 or remainder or grains < self.size else self.grain
         first, last = (unit * (batch // unit * number // self.size) for number in (rank, rank + 1))
         return range(first, last)
 
     def share(self, count: int) -> int:
-        """Return how many of `count` things that are dealt to the ranks in turn are this rank's."""
+        """Return the number of this rank's items of `count` that are dealt to the ranks in turn."""
         return len(range(self.rank, count, self.size))
 
 
@@ -78,29 +78,29 @@ def join(device: str, patience: timedelta | None = None, *, shard: bool = False)
         int(os.environ.get(name, default))
         for name, default in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0"))
     )
-    here = ranks_here()
-    chosen = _device(device, local)
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-        keep_to_part(chosen)
+    local_ranks = ranks_here()
+    device_used = _device(device, local)
+    if device_used.type == "cuda":
+        torch.cuda.set_device(device_used)
+        keep_to_part(device_used)
     if shard and not (dist.is_torchelastic_launched() or dist.is_initialized()):
         raise DpnError(
             "--shard: spreads a network over several processes, and this is one; start N of them with "
             "'torchrun --no-python --nproc-per-node N dpn ...', or leave --shard out"
         )
     if size == 1 and not shard:
-        yield World(0, 1, chosen)
+        yield World(0, 1, device_used)
         return
     if dist.is_initialized():
-        yield World(rank, size, chosen, here)
+        yield World(rank, size, device_used, local_ranks)
         return
     try:
-        _connect_ranks("nccl" if chosen.type == "cuda" else "gloo", rank, size, patience)
+        _connect_ranks("nccl" if device_used.type == "cuda" else "gloo", rank, size, patience)
     except RuntimeError as error:  # another rank has ended, or was never there
         raise WorkerError(f"the ranks did not find each other ({' '.join(str(error).split())[:120]})") from error
     try:
         with lost_rank():
-            yield World(rank, size, chosen, here)
+            yield World(rank, size, device_used, local_ranks)
             dist.barrier()  # gloo aborts at exit when a rank leaves while another still talks to it
     finally:
         dist.destroy_process_group()
@@ -109,15 +109,15 @@ def join(device: str, patience: timedelta | None = None, *, shard: bool = False)
 def _connect_ranks(backend: str, rank: int, size: int, patience: timedelta | None) -> None:
     """Connect the ranks through the store that torchrun names.
 
-    On one machine that store outlives the ranks, and what they left there would mislead those that are started again;
+    On one machine that store outlives the ranks, and its old entries would mislead restarted ranks;
     on several, torchrun's count of restarts is not the same everywhere (docs/ranks.md names the way out).
     """
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env.get("GROUP_WORLD_SIZE") != "1":
         dist.init_process_group(backend, timeout=patience)
         return
-    kept = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
-    store = PrefixStore(f"restart{env['TORCHELASTIC_RESTART_COUNT']}", kept)
+    agent_store = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
+    store = PrefixStore(f"restart{env['TORCHELASTIC_RESTART_COUNT']}", agent_store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
 
 
@@ -133,8 +133,8 @@ def lost_rank() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "gloo" in str(error) and any(what in str(error) for what in ("by peer", "Broken pipe", "Timed out waiting")):
-            raise WorkerError("another rank has ended; its own error says why") from error
+        if "gloo" in str(error) and any(text in str(error) for text in ("by peer", "Broken pipe", "Timed out waiting")):
+            raise WorkerError("another rank has ended; its own error names the reason") from error
         raise
 
 
@@ -157,11 +157,11 @@ def max_over_ranks(value: int) -> int:
     return int(reduce_over_ranks(torch.tensor(value), dist.ReduceOp.MAX))
 
 
-def reduce_over_ranks(value: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+def reduce_over_ranks(value: torch.Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
     """Return the sum, or another reduction, of a tensor over ranks."""
     if dist.is_initialized():
         value = value.cuda() if dist.get_backend() == "nccl" else value.clone()
-        dist.all_reduce(value, how)
+        dist.all_reduce(value, operation)
     return value
 
 

@@ -1,4 +1,4 @@
-"""The torchrun that started this process, and the run that it began: it starts its ranks again when one is lost."""
+"""The torchrun that started this process; it restarts its ranks when one is lost."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ class TorchrunLaunch:
     restarts: int
     agents: list[dict[str, Any]]
 
-    def began(self, run: Mapping[str, Any]) -> bool:
+    def has_worked_on(self, run: Mapping[str, Any]) -> bool:
         """Return whether this command has worked on the run of that run.json before: it has started its ranks again.
 
         A process of its own was there then. Where a script stands between torchrun and its ranks, the id and the count
         of restarts have to do.
         """
-        before = run.get(LAUNCH) or {}
-        there = any(agent in before.get("agents", ()) for agent in self.agents)
-        return there or (self.restarts > 0 and self.has_id_of(run))
+        saved_launch = run.get(LAUNCH) or {}
+        is_known_agent = any(agent in saved_launch.get("agents", ()) for agent in self.agents)
+        return is_known_agent or (self.restarts > 0 and self.has_id_of(run))
 
     def has_id_of(self, run: Mapping[str, Any]) -> bool:
-        """Return whether the run of that run.json began under the same id, as when a job was queued again."""
+        """Return whether the run of that run.json started under the same id, as when a job is requeued."""
         return self.id != NO_ID and self.id == (run.get(LAUNCH) or {}).get("id")
 
     def warning(self) -> str | None:
         """Return what keeps torchrun from starting ranks again on several machines, where it is to do so."""
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        asked = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
-        if not (shared and asked and len(self.agents) > 1):
+        restarts_ranks = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+        if not (shared and restarts_ranks and len(self.agents) > 1):
             return None
         return (
-            "torchrun keeps what ranks tell each other, which misleads them when it starts them again on several "
+            "torchrun keeps the messages between ranks, which mislead restarted ranks on several "
             "machines; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it"
         )
 
@@ -66,8 +66,8 @@ def current_torchrun() -> TorchrunLaunch | None:
     """Return the torchrun command that started the ranks; None without one. Every rank must call it."""
     if not dist.is_torchelastic_launched():
         return None
-    mine = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), describe_process(os.getppid())
-    restarts, agents = zip(*from_all(mine), strict=True)
+    own_facts = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), describe_process(os.getppid())
+    restarts, agents = zip(*from_all(own_facts), strict=True)
     return TorchrunLaunch(
         os.environ["TORCHELASTIC_RUN_ID"],
         max(restarts),

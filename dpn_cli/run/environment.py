@@ -34,8 +34,8 @@ def read_config(path: Path) -> Plain | None:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return None
-    whole = isinstance(config, dict) and (config.keys() >= CONFIG_KEYS or config.keys() >= PROBE_KEYS)
-    return config if whole else None
+    is_complete = isinstance(config, dict) and (config.keys() >= CONFIG_KEYS or config.keys() >= PROBE_KEYS)
+    return config if is_complete else None
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
@@ -53,30 +53,33 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
     """Return a line for each changed key that a resumed run may not change."""
     lines = []
     for key in {**old, **new}:
-        before, now = old.get(key), new.get(key)
-        said = ["left out" if value is None else value for value in (before, now)]
-        if isinstance(before, dict) and isinstance(now, dict) and key not in MAY_CHANGE:
-            lines += differences(before, now, f"{prefix}{key}.")
-        elif before != now and key not in MAY_CHANGE:
-            lines.append(f"{prefix}{key}: {said[0]} there, {said[1]} now")
+        old_value, new_value = old.get(key), new.get(key)
+        texts = ["left out" if value is None else value for value in (old_value, new_value)]
+        if isinstance(old_value, dict) and isinstance(new_value, dict) and key not in MAY_CHANGE:
+            lines += differences(old_value, new_value, f"{prefix}{key}.")
+        elif old_value != new_value and key not in MAY_CHANGE:
+            lines.append(f"{prefix}{key}: {texts[0]} there, {texts[1]} now")
     return lines
 
 
 @cache
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that affect results."""
-    ours = {"python": platform.python_version(), "dpn-cli": __version__}  # which may run without being installed
-    return ours | {name: metadata.version(name) for name in VERSIONS}
+    package_versions = {
+        "python": platform.python_version(),
+        "dpn-cli": __version__,
+    }  # which may run without being installed
+    return package_versions | {name: metadata.version(name) for name in VERSIONS}
 
 
 @cache
 def git_commit() -> str | None:
     """Return the commit of the checkout that this code runs from, followed by + when it has changes."""
-    here = Path(__file__).parent
+    folder = Path(__file__).parent
     try:
-        commit = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        commit = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
         status = subprocess.run(
-            ["git", "-C", here, "status", "--porcelain", "-uno", "."], capture_output=True, text=True, check=True
+            ["git", "-C", folder, "status", "--porcelain", "-uno", "."], capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
         return None
@@ -84,33 +87,33 @@ def git_commit() -> str | None:
 
 
 def this_process() -> dict[str, Any]:
-    """Return what tells this process from every other one, of this machine and of others."""
+    """Return facts that identify this process among those of all machines."""
     return describe_process(os.getpid())
 
 
 def describe_process(pid: int) -> dict[str, Any]:
-    """Return what tells a process of this machine from every other one, of this machine and of others."""
-    return {"host": platform.node(), "pid": pid, "pids": _pids(), "began": _began(pid)}
+    """Return facts that identify a process of this machine among those of all machines."""
+    return {"host": platform.node(), "pid": pid, "pids": _pids(), "began": _start_ticks(pid)}
 
 
-def is_at_work(process: Mapping[str, Any]) -> bool | None:
-    """Return whether a process, as `this_process` described it, is there; None of another machine or container."""
+def is_running(process: Mapping[str, Any]) -> bool | None:
+    """Return whether a process of `describe_process` is running; None on another machine or in another container."""
     if (process.get("host"), process.get("pids")) != (platform.node(), _pids()):
         return None
     number = int(process["pid"])
-    return is_alive(number) and _began(number) in (None, process.get("began"))
+    return is_alive(number) and _start_ticks(number) in (None, process.get("began"))
 
 
 def _pids() -> str | None:
-    """Return the name of the container whose processes are numbered as ours are; None where Linux does not tell."""
+    """Return the name of this process's PID namespace; None where it is unknown."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         return None
 
 
-def _began(process: int) -> str | None:
-    """Return when a process began, in the kernel's ticks, or "" when it has ended; None where Linux does not tell."""
+def _start_ticks(process: int) -> str | None:
+    """Return the start time of a process in kernel ticks, "" when it has ended; None where it is unknown."""
     try:
         state, *fields = Path(f"/proc/{process}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     except (OSError, ValueError):

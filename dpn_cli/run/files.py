@@ -31,7 +31,7 @@ ABANDONED = 60.0
 
 @contextlib.contextmanager
 def claimed(folder: Path, on_wait: Callable[[], None] | None = None, patience: float | None = None) -> Iterator[None]:
-    """Claim a folder by locking a file beside it, so that other processes that claim it wait.
+    """Claim a folder by locking a file next to it, so that other processes that claim it wait.
 
     Raises `DpnError` when another process still holds it after `patience` seconds, usually 10; with `on_wait`, calls
     that instead and keeps waiting. Has no effect where the system has no locks or does not allow the file to be
@@ -42,14 +42,14 @@ def claimed(folder: Path, on_wait: Callable[[], None] | None = None, patience: f
     with contextlib.suppress(OSError):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder.parent):
-            pass  # raises at once where the lock could not create its file and would wait
+            pass  # raises immediately where the lock could not create its file and would wait
         while not lock.is_locked:
             try:
                 lock.acquire(timeout=PATIENCE if patience is None else patience)
             except Timeout as error:
                 if on_wait is None:
                     raise DpnError(
-                        f"{folder}: another process is at work in this folder; wait until it has ended, or name "
+                        f"{folder}: another process is running in this folder; wait until it has ended, or name "
                         "another folder"
                     ) from error
                 on_wait()
@@ -86,9 +86,9 @@ def remove_leftovers(folder: Path) -> None:
 def _remove_abandoned(path: Path) -> None:
     """Delete a file's abandoned temporary copies, in a folder that may not be ours."""
     with contextlib.suppress(OSError):
-        for rest in list(path.parent.glob(f".{glob.escape(path.name)}.*.tmp")):
-            if _is_ownerless(rest) and time.time() - rest.stat().st_mtime > ABANDONED:
-                rest.unlink(missing_ok=True)
+        for leftover in list(path.parent.glob(f".{glob.escape(path.name)}.*.tmp")):
+            if _is_ownerless(leftover) and time.time() - leftover.stat().st_mtime > ABANDONED:
+                leftover.unlink(missing_ok=True)
 
 
 def _is_ownerless(path: Path) -> bool:
@@ -108,7 +108,7 @@ def is_alive(process: int) -> bool:
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder that ``-o`` names. Raises `DpnError` when a file is there or the folder cannot be made."""
+    """Create the folder of ``-o``. Raises `DpnError` when the path is a file or the folder cannot be created."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
@@ -157,7 +157,7 @@ def flush(path: Path) -> None:
 def replace_file(path: Path, write: Callable[[Path], object]) -> str:
     """Let `write` fill a temporary file, then rename it to `path`; returns its SHA-256.
 
-    Raises `SaveError` when writing fails, and whatever else `write` raises; the old file is then untouched, and the
+    Raises `SaveError` when writing fails, and other errors of `write`; the old file is then untouched, and the
     temporary one deleted.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # others may write the same file of a shared cache
@@ -219,6 +219,6 @@ def save_error(path: Path | str, error: Exception) -> SaveError:
     """Describe a failed write in one line."""
     reason = getattr(error, "strerror", None) or " ".join(str(error).split())
     return SaveError(
-        f"{path}: not written ({reason}); what was saved before is intact. "
+        f"{path}: not written ({reason}); earlier files are intact. "
         "Free some space or choose another place, then run the same command again (with --resume in a run's folder)"
     )

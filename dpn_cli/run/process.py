@@ -20,7 +20,7 @@ SHARE = "DPN_GPU_SHARE"
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG in Linux' prctl.h
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD in glibc's malloc.h
 # Bytes: freed memory at the end of the heap that is kept; blocks from this size on are not in the heap (glibc's most).
-KEPT, APART = 256 * 2**20, 32 * 2**20
+CACHED_BYTES, MAPPED_BYTES = 256 * 2**20, 32 * 2**20
 _code: list[int] = []  # the exit code belongs to the process
 
 
@@ -44,8 +44,8 @@ def keep_memory() -> None:
     chosen = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
     mallopt = None if chosen or sys.platform != "linux" else getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_TRIM_THRESHOLD, KEPT)
-        mallopt(_MMAP_THRESHOLD, APART)
+        mallopt(_TRIM_THRESHOLD, CACHED_BYTES)
+        mallopt(_MMAP_THRESHOLD, MAPPED_BYTES)
 
 
 def _end_with(parent: str | None) -> None:

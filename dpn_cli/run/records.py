@@ -17,7 +17,7 @@ def record_of(line: str) -> dict[str, Any] | None:
 
 
 def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the complete records of a log in order, and how many lines are none; nothing without a file."""
+    """Return the complete records of a log in order, and the number of damaged lines; none without a file."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     records = [record_of(line) for line in text.splitlines()]
     complete = [record for record in records if record is not None]

@@ -54,7 +54,7 @@ def run_name(backbone: BackboneConfig, stems: str | None = None) -> str:
 
 @dataclass(frozen=True)
 class Run(Generic[ConfigT]):
-    """A run while it is at work: its config, its folder, and the ranks it runs on.
+    """A running run: its config, its folder, and the ranks it runs on.
 
     `differs` lists differences from the paper; None when there is nothing to compare with. `one_trial` says that the
     process runs one trial of several, and that others may run the rest at the same time.
@@ -101,78 +101,82 @@ def open_run(
 ) -> Iterator[Run[ConfigT]]:
     """Join the ranks, listen to signals, and open the run's folder: that of `launch`, or `default`.
 
-    The session's config is the one that the run in the folder began with; its differences from the paper are printed.
+    The config is that with which the run in the folder started; its differences from the paper are printed.
     On exit the status of the run is written to the folder, unless this process runs one trial of it. A dry run does not
     create the folder. Raises `DpnError` and its subclasses.
     """
     path = launch.folder or default
-    _check_ways(launch)
-    kept = signals.NOTHING_KEPT if launch.dry_run else RESUME
-    with signals.listen(kept), join(runtime.device, shard=runtime.shard) as world, ExitStack() as claims:
+    _check_options(launch)
+    ending = signals.NOTHING_KEPT if launch.dry_run else RESUME
+    with signals.listen(ending), join(runtime.device, shard=runtime.shard) as world, ExitStack() as claims:
         if isinstance(runtime.micro_batch_size, int):
             world = replace(world, grain=runtime.micro_batch_size)
         precision = runtime.precision_on(world.device.type)
         if launch.dry_run:
             launch.on_open(path)
-            yield Run(config, RunFolder(path), world, console, _compared(config, precision, console))
+            yield Run(config, RunFolder(path), world, console, _print_differences(config, precision, console))
             return
         one_trial = launch.trial is not None
         if world.size > 1 and (one_trial or launch.starts_processes):
-            given = f"--trial {launch.trial}" if one_trial else launch.processes
-            raise DpnError(f"{given}: does not go with torchrun; leave one of them out")
+            explicit_option = f"--trial {launch.trial}" if one_trial else launch.processes
+            raise DpnError(f"{explicit_option}: does not go with torchrun; leave one of them out")
         torchrun = current_torchrun()
-        how = _how(launch, path, torchrun, world, console)
-        saved = from_leader(_saved_network(path) if how["resume"] or one_trial else None)
+        open_options = _folder_options(launch, path, torchrun, world, console)
+        saved = from_leader(_saved_network(path) if open_options["resume"] or one_trial else None)
         config = with_weights_of(config, saved, launch.explicit_keys, console)
-        with ExitStack() as opening:  # one trial of several claims the folder only while it begins the run
-            held = opening if one_trial else claims
-            folder = open_folder(path, config, kind, world, console, **how, one_trial=one_trial, claims=held)
+        with ExitStack() as opening:  # one trial of several claims the folder only while it starts the run
+            claim_stack = opening if one_trial else claims
+            folder = open_folder(
+                path, config, kind, world, console, **open_options, one_trial=one_trial, claims=claim_stack
+            )
         launch.on_open(path)
         if folder.result is None:
             console.info(f"run folder {path}")
             if world.leads:
-                _note_command(folder, launch, torchrun, console)
-        with _status(folder, told=world.leads and not one_trial), lost_rank():
+                _record_command(folder, launch, torchrun, console)
+        with _status(folder, reports=world.leads and not one_trial), lost_rank():
             config = with_saved_decoder(config, from_leader(folder.facts))
             if world.leads and folder.result is None:
-                _note_precision(folder, precision, console)
-            differs = _compared(config, precision, console)
+                _record_precision(folder, precision, console)
+            differs = _print_differences(config, precision, console)
             yield Run(config, folder, world, console, differs, one_trial)
 
 
-def _check_ways(launch: LaunchOptions) -> None:
-    """Raise `DpnError` for two ways at once to open the folder of a run."""
+def _check_options(launch: LaunchOptions) -> None:
+    """Raise `DpnError` for contradicting options about the folder of a run."""
     if launch.resume and launch.overwrite:
         raise DpnError("--resume --overwrite: one continues the existing run, the other deletes it; pass one of them")
     if launch.trial is not None and launch.overwrite:
         raise DpnError(f"--overwrite --trial {launch.trial}: would delete the other trials; delete the folder yourself")
 
 
-def _how(
+def _folder_options(
     launch: LaunchOptions, path: Path, torchrun: TorchrunLaunch | None, world: World, console: Console
 ) -> dict[str, Any]:
-    """Return how the folder of a run is opened: a run that this torchrun began goes on, without --resume.
+    """Return the options of `open_folder`: a run that this torchrun started continues without --resume.
 
-    It does not begin again, either, where the command has --overwrite.
+    It does not start again with --overwrite, either.
     """
-    how = {"resume": launch.resume, "overwrite": launch.overwrite}
+    open_options = {"resume": launch.resume, "overwrite": launch.overwrite}
     folder = RunFolder(path)
     run = folder.facts
     if torchrun is None or not run or folder.untouched:
-        return how
-    if torchrun.began(run):
+        return open_options
+    if torchrun.has_worked_on(run):
         if not launch.resume:
             ranks = count_noun(world.size, "rank")
-            console.info(f"{path}: torchrun started the ranks again; the run goes on with {ranks}")
-        return how | {"resume": True, "overwrite": False, "patience": LOST_AFTER}
+            console.info(f"{path}: torchrun restarted the ranks; the run continues with {ranks}")
+        return open_options | {"resume": True, "overwrite": False, "patience": LOST_AFTER}
     if torchrun.has_id_of(run) and not (launch.resume or launch.overwrite):
-        console.info(f"{path}: the run goes on, because it began with torchrun's --rdzv-id {torchrun.id}")
-        return how | {"resume": True}
-    return how
+        console.info(f"{path}: the run continues, because it started with torchrun's --rdzv-id {torchrun.id}")
+        return open_options | {"resume": True}
+    return open_options
 
 
-def _note_command(folder: RunFolder, launch: LaunchOptions, torchrun: TorchrunLaunch | None, console: Console) -> None:
-    """Keep the config keys that began a run, and the torchrun that is at work on it, in run.json."""
+def _record_command(
+    folder: RunFolder, launch: LaunchOptions, torchrun: TorchrunLaunch | None, console: Console
+) -> None:
+    """Save the explicit config keys of a run, and the torchrun that runs it, in run.json."""
     if launch.explicit_keys is not None and "given" not in folder.facts:
         folder.update(given=list(launch.explicit_keys))
     if torchrun is not None:
@@ -182,21 +186,21 @@ def _note_command(folder: RunFolder, launch: LaunchOptions, torchrun: TorchrunLa
 
 
 @contextmanager
-def _status(folder: RunFolder, *, told: bool) -> Iterator[None]:
-    """Write into a folder why the block ended early, if this process is the one to tell."""
+def _status(folder: RunFolder, *, reports: bool) -> Iterator[None]:
+    """Write into a folder why the block ended early, if this process `reports`."""
     try:
         yield
     except StoppedError:
-        if told:
+        if reports:
             folder.update(status="stopped")
         raise
     except DpnError as error:
-        if told:
+        if reports:
             folder.update(status="failed", error=str(error))
         raise
 
 
-def _compared(config: Section, precision: str, console: Console) -> list[str] | None:
+def _print_differences(config: Section, precision: str, console: Console) -> list[str] | None:
     """Return a run's differences from the paper, and print them."""
     differs = differences(config, precision) if isinstance(config, Config) else None
     if differs:
@@ -204,46 +208,50 @@ def _compared(config: Section, precision: str, console: Console) -> list[str] | 
     return differs
 
 
-def _note_precision(folder: RunFolder, precision: str, console: Console) -> None:
-    """Keep the precision of a run in run.json, and warn when a resumed one goes on in another."""
-    before = folder.facts.get("precision", precision)
-    if before != precision:
-        console.warn(f"{folder.path}: began in {before} and goes on in {precision}; the result is of neither alone")
+def _record_precision(folder: RunFolder, precision: str, console: Console) -> None:
+    """Save the precision of a run in run.json, and warn when a resumed run continues in another."""
+    saved_precision = folder.facts.get("precision", precision)
+    if saved_precision != precision:
+        console.warn(
+            f"{folder.path}: started in {saved_precision} and continues in {precision}; the result is of neither alone"
+        )
     if folder.facts.get("precision") != precision:
         folder.update(precision=precision)
 
 
 def _saved_network(path: Path) -> object:
-    """Return the network of the run in a folder; None where there is none that has produced anything."""
+    """Return the network of the run in a folder; None without a run that has produced anything."""
     folder = RunFolder(path)
     config = None if path.is_dir() and folder.untouched else read_config(path / "config.yaml")
     return (config or {}).get("backbone")
 
 
-def with_weights_of(config: SectionT, saved: object, given: Sequence[str] | None, console: Console) -> SectionT:
-    """Return the config with the `saved` network that a run began with, where the command names no weights.
+def with_weights_of(config: SectionT, saved: object, explicit_keys: Sequence[str] | None, console: Console) -> SectionT:
+    """Return the config with the `saved` network of a run's start, unless the command names weights.
 
-    Weights that dpn looks for itself may have been put there, or taken away, since. `given` are the keys of the
+    Weights that dpn finds by itself may have appeared or disappeared since. `explicit_keys` are the keys of the
     command; where they are not known the config stays.
     """
-    here = getattr(config, "backbone", None)
-    if given is None or here is None:
+    backbone = getattr(config, "backbone", None)
+    if explicit_keys is None or backbone is None:
         return config
     try:
-        there = type(here).model_validate(saved)
+        saved_backbone = type(backbone).model_validate(saved)
     except ValidationError:
-        return config  # nothing is saved, or the differences are told key by key
-    changed = {key for key, value in there if getattr(here, key) != value}
-    if "checkpoint" not in changed or any(f"backbone.{key}" in given for key in changed):
+        return config  # nothing is saved, or the differences are reported key by key
+    changed = {key for key, value in saved_backbone if getattr(backbone, key) != value}
+    if "checkpoint" not in changed or any(f"backbone.{key}" in explicit_keys for key in changed):
         return config
-    console.info(f"goes on with --checkpoint {there.checkpoint}, as it began, and not with {here.checkpoint}")
-    return config.model_copy(update={"backbone": there})
+    console.info(
+        f"continues with --checkpoint {saved_backbone.checkpoint}, as it started, and not with {backbone.checkpoint}"
+    )
+    return config.model_copy(update={"backbone": saved_backbone})
 
 
 def with_saved_decoder(config: SectionT, facts: Mapping[str, Any]) -> SectionT:
-    """Return the config with the decoder that the run began with, by the `facts` of its run.json.
+    """Return the config with the decoder of the run's start, by the `facts` of its run.json.
 
-    In runs that began before simplejpeg was among the versions, ``exact`` was Pillow's decoder.
+    In runs that started before simplejpeg was among the versions, ``exact`` was Pillow's decoder.
     """
     data, versions = getattr(config, "data", None), facts.get("versions")
     if versions is None or "simplejpeg" in versions or getattr(data, "decode", None) != "exact":
@@ -267,9 +275,9 @@ def open_folder(
 ) -> RunFolder:
     """Open a run folder on rank 0, with the outcome on all ranks, and claim it until `claims` closes.
 
-    `patience` is how many seconds it waits for another process to leave the folder, where that is not the usual time.
+    `patience` is the number of seconds to wait for another process to leave the folder, by default 10.
 
-    With `one_trial` a run that is there is not claimed: other processes may run its other trials. Raises the errors of
+    With `one_trial` an existing run is not claimed: other processes may run its other trials. Raises the errors of
     `RunFolder.open`, and `DpnError` for a folder that another process has claimed.
     """
     problem: DpnError | None = None
@@ -280,9 +288,9 @@ def open_folder(
                     claims.enter_context(claimed(path, patience=patience))
                 make_folder(path)
             plain = config.model_dump(mode="json")
-            complete = partial(_completed, config, RunFolder(path).facts)
-            how = {"resume": resume, "overwrite": overwrite, "one_trial": one_trial}
-            RunFolder.open(path, plain, kind, **how, complete=complete, warn=console.warn)
+            complete = partial(_complete_config, config, RunFolder(path).facts)
+            open_options = {"resume": resume, "overwrite": overwrite, "one_trial": one_trial}
+            RunFolder.open(path, plain, kind, **open_options, complete=complete, warn=console.warn)
         except DpnError as error:
             problem = error
     problem = from_leader(problem)
@@ -291,11 +299,11 @@ def open_folder(
     return RunFolder(path)
 
 
-def _completed(config: Section, facts: Mapping[str, Any], saved: Any) -> Any:
+def _complete_config(config: Section, facts: Mapping[str, Any], saved: Any) -> Any:
     """Return a saved config with today's keys: missing ones at their defaults, ``exact`` as the decoder it was."""
     try:
-        whole = type(config).model_validate(saved)
+        complete_config = type(config).model_validate(saved)
     except ValidationError:
         return saved  # the differences are listed key by key
     unchanged = with_saved_decoder(config, facts) is config
-    return (with_saved_decoder(whole, facts) if unchanged else whole).model_dump(mode="json")
+    return (with_saved_decoder(complete_config, facts) if unchanged else complete_config).model_dump(mode="json")

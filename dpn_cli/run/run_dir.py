@@ -36,7 +36,7 @@ IDENTITY = ("config.yaml", "run.json")
 # Key of run.json that versions before this one wrote in place of ``config``.
 EARLIER_KEY = "recipe"  # names: the word of that time
 # Key of the line in metrics.jsonl that counts lost records.
-LOST = "lost_records"
+LOST_RECORDS = "lost_records"
 
 
 class RunFolder:
@@ -84,7 +84,7 @@ class RunFolder:
     ) -> RunFolder:
         """Start a run in `path`, or continue the one there, repairing its description where possible.
 
-        With `one_trial` other processes may be at work there. `complete` returns a saved config with all keys of today.
+        With `one_trial` other processes may use the folder. `complete` returns a saved config with all keys of today.
         Raises `DpnError` when the folder holds a run and neither `resume` nor `overwrite` is set, when it is not empty
         and not a run, or when `resume` is set and the run there is of another kind or has another config (the keys are
         listed); `DataError` when the config of the run there cannot be read.
@@ -190,7 +190,7 @@ class RunFolder:
             self.update(status="running")
 
     def update(self, **fields: Any) -> None:
-        """Set fields of run.json; what sets a run running is the process at work on it."""
+        """Set fields of run.json; a status "running" also records this process."""
         if fields.get("status") == "running":
             fields["process"] = this_process()
         replace_json(self.path / "run.json", {**self.facts, **fields, "updated": now()})
@@ -222,7 +222,7 @@ class MetricsLog:
         except OSError as error:
             raise save_error(self.path, error) from error
         if self.counted is not None:
-            self.counted += record.get(LOST, 1)
+            self.counted += record.get(LOST_RECORDS, 1)
         if self.on_record:
             self.on_record(record)
 
@@ -231,24 +231,24 @@ class MetricsLog:
         return read_records(self.path)[0]
 
     def count(self) -> int:
-        """Return how many records were written, including those noted as lost."""
+        """Return the number of written records, including those recorded as lost."""
         if self.counted is None:
-            self.counted = sum(record.get(LOST, 1) for record in self.records())
+            self.counted = sum(record.get(LOST_RECORDS, 1) for record in self.records())
         return self.counted
 
-    def note_lost(self, step: int, written: int) -> int:
-        """Compare the log with the number of records `written` up to `step`; note and return how many are missing.
+    def record_lost(self, step: int, expected_count: int) -> int:
+        """Compare the log with the `expected_count` up to `step`; record and return the number of missing records.
 
         Raises `SaveError` as `write` does.
         """
-        lost = max(0, written - self.count())
-        if lost:
-            self.write({"step": step, LOST: lost})
-        return lost
+        missing = max(0, expected_count - self.count())
+        if missing:
+            self.write({"step": step, LOST_RECORDS: missing})
+        return missing
 
-    def lost(self) -> int:
-        """Return how many records are noted as lost."""
-        return sum(record.get(LOST, 0) for record in self.records())
+    def count_lost(self) -> int:
+        """Return the number of records that are recorded as lost."""
+        return sum(record.get(LOST_RECORDS, 0) for record in self.records())
 
     def truncate(self, step: int, *, evaluated: bool = True) -> None:
         """Drop records after `step`, which a resumed run writes again, and a half-written last line.
@@ -266,7 +266,7 @@ class MetricsLog:
         text = self.path.read_text(encoding="utf-8", errors="replace")
         for line in text.splitlines():
             if (record := record_of(line)) is not None and stays(record):
-                self.counted += record.get(LOST, 1)
+                self.counted += record.get(LOST_RECORDS, 1)
                 kept.append(f"{line}\n")
         if (rest := "".join(kept)) != text:
             replace_text(self.path, rest)

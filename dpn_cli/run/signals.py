@@ -28,24 +28,24 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def listen(then: str = RESUME) -> Iterator[None]:
-    """Record stop signals instead of dying from them; a second Ctrl-C ends the process at once.
+def listen(ending: str = RESUME) -> Iterator[None]:
+    """Record stop signals instead of dying from them; a second Ctrl-C ends the process immediately.
 
-    `then` ends the error's message. Under nohup, SIGHUP stays ignored. A nested call changes nothing.
+    `ending` ends the error's message. Under nohup, SIGHUP stays ignored. A nested call changes nothing.
     """
     if signal.getsignal(signal.SIGTERM) is _note:
         yield
         return
     heeded = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, _note) for number in heeded}
+    previous_handlers = {number: signal.signal(number, _note) for number in heeded}
     try:
         yield
     except StoppedError as error:
-        raise StoppedError(error.signal_number, then) from None
+        raise StoppedError(error.signal_number, ending) from None
     except WorkerError as error:
-        raise WorkerError(f"{error}; {LAST_SAVED if then == RESUME else then}") from None
+        raise WorkerError(f"{error}; {LAST_SAVED if ending == RESUME else ending}") from None
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
         _received.clear()
 

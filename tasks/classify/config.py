@@ -19,20 +19,20 @@ from dpn_cli.config.schema import (
     VAL_FRACTION,
     Crop,
     DataPlace,
-    Drawn,
     Flip,
     ImageColumn,
     LabelColumn,
     MaxPixels,
     NonNegative,
+    NonNegativeInt,
     Positive,
+    SampledData,
     Section,
     Side,
     SkipBadImages,
     TorchvisionPolicy,
-    Whole,
 )
-from dpn_cli.config.training import counted_in_steps
+from dpn_cli.config.training import resolve_training_steps
 from dpn_cli.sweep.grid import SweepConfig
 
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -48,7 +48,7 @@ Policy = Annotated[
 ]
 
 
-class SupervisedData(Drawn):
+class SupervisedData(SampledData):
     """Location of the images, and their decoding."""
 
     source: Annotated[
@@ -88,7 +88,7 @@ class SupervisedNetwork(BackboneConfig):
 class RandAugment(Section):
     """Number and strength of the random operations on an image; the reference goes to 20."""
 
-    layers: Whole = 0
+    layers: NonNegativeInt = 0
     magnitude: Annotated[float, Field(ge=0, le=30)] = 0.0
 
 
@@ -183,4 +183,4 @@ def head_bias_of(config: SupervisedConfig, classes: int) -> float:
 
 def resolve_steps(config: ConfigT, images: int, say: Logger = discard_message) -> ConfigT:
     """Return the config with its duration in steps: big_vision rounds epochs x images / batch, at least to one."""
-    return counted_in_steps(config, images / config.batch_size, say)
+    return resolve_training_steps(config, images / config.batch_size, say)

@@ -56,7 +56,7 @@ def dry_run_training(run: Run[ConfigT], data: ClassData) -> Cost:
             world=world,
             outputs=engine.Outputs(warn=console.warn),
         )
-        workers = count_workers(config.runtime.workers, world.device, world.here)
+        workers = count_workers(config.runtime.workers, world.device, world.local_ranks)
         return DryRunSetup(
             engine.prepare(model, config.runtime, world), job, _sampled(config, model, data, world), workers
         )

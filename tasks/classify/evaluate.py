@@ -19,7 +19,7 @@ from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
 from dpn_cli.metrics import Scores, score
 from dpn_cli.run import distributed, signals
-from dpn_cli.run.console import Console, Done, printable
+from dpn_cli.run.console import Console, OnProgress, printable
 from dpn_cli.run.distributed import World, join
 from dpn_cli.run.files import open_report, replace_json
 from tasks.classify.classifier import Classifier, compute_logits, load_classifier
@@ -103,7 +103,7 @@ def _score(
     options: EvalOptions,
     world: World,
     keep_predictions: bool,
-    done: Done,
+    done: OnProgress,
 ) -> Scores:
     classifier.model.to(world.device).eval()
     with engine.precision_of(options.runtime, world.device):

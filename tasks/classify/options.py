@@ -14,8 +14,8 @@ from dpn_cli.config.option import DATA, MODEL, OUTPUT, argument, flag
 from dpn_cli.config.schema import (
     VAL_DATA,
     VAL_FRACTION,
-    AtOnce,
     DataPlace,
+    ForwardBatchSize,
     ImageColumn,
     ImageReading,
     LabelColumn,
@@ -59,7 +59,7 @@ class EvalOptions(EvaluationOptions):
         Path | None, flag("--real", help="ImageNet-ReaL's real.json: score against it too.", panel=DATA)
     ] = None
     image_size: Annotated[Pixels | None, OWN_SIZE] = None
-    batch_size: AtOnce = 64
+    batch_size: ForwardBatchSize = 64
     output_dir: Annotated[
         Path | None,
         SCORES_DIR.but(help="Folder for the scores, every prediction, and what 'dpn report' shows of them."),
@@ -126,7 +126,7 @@ class ProbeOptions(Section):
         flag("--pool", help="Training images to draw from, by the order of their names' hashes.", panel=DATA),
     ] = 65_000
     image_size: Annotated[Pixels | None, OWN_SIZE] = None
-    batch_size: AtOnce = 64
+    batch_size: ForwardBatchSize = 64
     runtime: Runtime = Runtime()
     run: ProbeFolder = ProbeFolder()
 
@@ -176,7 +176,7 @@ class PredictOptions(ImageFileOptions):
     """Options of ``dpn predict``."""
 
     top: Annotated[Positive, flag("--top", "-k", help="Classes per image.", panel=OUTPUT)] = 3
-    batch_size: AtOnce = 64
+    batch_size: ForwardBatchSize = 64
 
 
 class ExportOptions(Section):

@@ -75,7 +75,7 @@ def shard_order(config: SupervisedConfig, data: ClassData) -> ShardOrder | None:
 
 def check_shards(config: SupervisedConfig, data: ClassData, world: World) -> None:
     """Raise `DpnError` for a training in an order that the data do not have, or the cache has no room for."""
-    workers = count_workers(config.runtime.workers, world.device, world.here)
+    workers = count_workers(config.runtime.workers, world.device, world.local_ranks)
     draws = config.schedule.steps * config.batch_size
     check_cache(data.train, shard_order(config, data), draws, workers, world)
 

@@ -19,7 +19,7 @@ from dpn_cli.data.sources.base import LabelledImages
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
 from dpn_cli.run import signals
-from dpn_cli.run.console import Done, uncounted
+from dpn_cli.run.console import OnProgress, ignore_progress
 from dpn_cli.weights.backbone import Backbone
 
 L2 = 1024.0  # 2^10, on every weight, that of the constant included
@@ -58,7 +58,7 @@ def encode(
     rows: Sequence[int] | None = None,
     skip_bad: bool = False,
     transform: Transform | None = None,
-    done: Done = uncounted,
+    done: OnProgress = ignore_progress,
 ) -> tuple[Array, Array]:
     """Return what the head reads of every image of `rows`, (n, d) in float64, and its class (n,).
 

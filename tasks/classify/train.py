@@ -200,7 +200,7 @@ class _ClassifierTraining:
             model,
             data,
             world,
-            workers=count_workers(config.runtime.workers, world.device, world.here),
+            workers=count_workers(config.runtime.workers, world.device, world.local_ranks),
             skip_bad=config.data.skip_bad_images,
             on_skip=self.skipped.append,
         )
@@ -236,7 +236,7 @@ class _ClassifierTraining:
             "minival_top1": best[1]["best"] if best else done.metrics.get("accuracy"),
             "best_step": best[1]["step"] if best else config.schedule.steps,
             "curve": [record for record in log.records() if "accuracy" in record],
-            "lost_records": log.lost(),
+            "lost_records": log.count_lost(),
             "config": config.model_dump(mode="json"),
             "data": self.facts["data"],
             "trained_on": record(data.train) if world.leads else None,

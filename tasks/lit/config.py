@@ -22,15 +22,15 @@ from dpn_cli.config.schema import (
     DataPlace,
     ImageColumn,
     ImageReading,
+    NonNegativeInt,
     Pixels,
     Positive,
     Runtime,
     Section,
     Seed,
-    Whole,
     refuse_unused,
 )
-from dpn_cli.config.training import counted_in_steps
+from dpn_cli.config.training import resolve_training_steps
 from dpn_cli.errors import DpnError
 from dpn_cli.sweep.grid import SweepConfig
 
@@ -124,7 +124,7 @@ class Cache(Section):
         CACHE_DIR,
     ] = None
     views: Annotated[
-        Whole,
+        NonNegativeInt,
         flag(
             "--views",
             help="Augmented views per image (random cut, mirrored); 0: the plain image.",
@@ -227,4 +227,4 @@ def resolve_steps(config: LitConfig, images: int, say: Logger = discard_message)
         )
     if config.batch_size == 1 and config.loss == "softmax":
         raise DpnError("--batch-size 1: the softmax loss of a pair without others is zero; use at least 2")
-    return counted_in_steps(config, images / config.batch_size, say)
+    return resolve_training_steps(config, images / config.batch_size, say)

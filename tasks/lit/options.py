@@ -9,8 +9,8 @@ from dpn_cli.config.inference import EvaluationOptions, ImageFileOptions
 from dpn_cli.config.option import DATA, MODEL, OUTPUT, argument, flag
 from dpn_cli.config.schema import (
     HTML,
-    AtOnce,
     DataPlace,
+    ForwardBatchSize,
     ImageColumn,
     LabelColumn,
     Positive,
@@ -77,7 +77,7 @@ class LitEvalOptions(EvaluationOptions):
     skip_bad_images: SkipBad = False
     force: Annotated[bool, flag("--force", help="Print an accuracy that is not above chance.", panel=DATA)] = False
     cache_dir: CacheDir = None
-    batch_size: AtOnce = 64
+    batch_size: ForwardBatchSize = 64
 
     @property
     def captioned(self) -> bool:
@@ -94,7 +94,7 @@ class ZeroShotOptions(ImageFileOptions):
         "plain"
     )
     top: Annotated[Positive, TOP] = 3
-    batch_size: AtOnce = 64
+    batch_size: ForwardBatchSize = 64
 
 
 class SearchOptions(Section):
@@ -107,7 +107,7 @@ class SearchOptions(Section):
     reading: RunImageReading = RunImageReading()
     skip_bad_images: SkipBadImages = False
     cache_dir: CacheDir = None
-    batch_size: AtOnce = 64
+    batch_size: ForwardBatchSize = 64
     html: Annotated[Path | None, HTML.but(help="File for a page of the images that are found.")] = None
     runtime: Runtime = Runtime()
 

@@ -24,7 +24,7 @@ from dpn_cli.data.sources.base import LabelledImages
 from dpn_cli.errors import DataError, SaveError
 from dpn_cli.metrics import Scores, score
 from dpn_cli.run import signals
-from dpn_cli.run.console import Done, uncounted
+from dpn_cli.run.console import OnProgress, ignore_progress
 from dpn_cli.run.distributed import World
 from dpn_cli.run.files import read_named
 from dpn_cli.weights.safetensors_io import read_weights, write_weights
@@ -160,7 +160,7 @@ def classify(
     batch_size: int,
     skip_bad: bool,
     nearest: NearestImages,
-    done: Done = uncounted,
+    done: OnProgress = ignore_progress,
 ) -> Scores:
     """Score the nearest class of every image of a split; `nearest` sees the images, `done` is that of `score`."""
     scale = towers.text.log_temperature.exp().detach()

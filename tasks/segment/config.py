@@ -27,7 +27,7 @@ from dpn_cli.config.schema import (
     Side,
     refuse_unused,
 )
-from dpn_cli.config.training import counted_in_steps
+from dpn_cli.config.training import resolve_training_steps
 from dpn_cli.errors import DpnError
 from dpn_cli.sweep.grid import SweepConfig
 
@@ -219,4 +219,4 @@ def finalize(config: SegmentConfig, demo_checkpoint: str | None = None) -> Segme
 
 def resolve_steps(config: SegmentConfig, images: int, say: Logger = discard_message) -> SegmentConfig:
     """Return the config with its duration in steps: App. G rounds the steps of an epoch down (20210 // 16 = 1263)."""
-    return counted_in_steps(config, images // config.batch_size, say)
+    return resolve_training_steps(config, images // config.batch_size, say)

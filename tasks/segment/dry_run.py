@@ -30,7 +30,7 @@ def dry_run_training(run: Run[SegmentConfig], data: SegmentData) -> Cost:
         segmenter = Segmenter(network, data.classes, config.data, config.evaluation, {})
         job = job_of(config, data, segmenter, world, engine.Outputs(warn=console.warn), workers=0)
         model = engine.prepare(network, config.runtime, world)
-        workers = count_workers(config.runtime.workers, world.device, world.here)
+        workers = count_workers(config.runtime.workers, world.device, world.local_ranks)
         return DryRunSetup(model, job, _sampled(config, segmenter, data, world), workers)
 
     return dry_run_fit(begin, name, run.folder.path, weights=weights)

@@ -8,7 +8,7 @@ from dpn_cli.config.schema import Runtime
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
 from dpn_cli.run import distributed, signals
-from dpn_cli.run.console import Console, Done, uncounted
+from dpn_cli.run.console import Console, OnProgress, ignore_progress
 from dpn_cli.run.distributed import World, join
 from dpn_cli.run.files import open_report, replace_json
 from tasks.segment.artifact import Segmenter, load_segmenter
@@ -71,7 +71,12 @@ def evaluate(options: SegmentEvalOptions, console: Console) -> dict[str, Any] | 
 
 
 def score_once(
-    segmenter: Segmenter, pairs: Pairs, evaluation: Evaluation, runtime: Runtime, world: World, done: Done = uncounted
+    segmenter: Segmenter,
+    pairs: Pairs,
+    evaluation: Evaluation,
+    runtime: Runtime,
+    world: World,
+    done: OnProgress = ignore_progress,
 ) -> SegmentScores:
     """Score a split in one way: at the images' own size where its size is ``both``."""
     with engine.precision_of(runtime, world.device):
@@ -80,7 +85,12 @@ def score_once(
 
 
 def score_sizes(
-    segmenter: Segmenter, pairs: Pairs, evaluation: Evaluation, runtime: Runtime, world: World, done: Done = uncounted
+    segmenter: Segmenter,
+    pairs: Pairs,
+    evaluation: Evaluation,
+    runtime: Runtime,
+    world: World,
+    done: OnProgress = ignore_progress,
 ) -> tuple[SegmentScores, dict[str, Any]]:
     """Score a split at the size, or both sizes, of `evaluation`; returns the scores and their part of a result."""
     scores = score_once(segmenter, pairs, evaluation, runtime, world, done)

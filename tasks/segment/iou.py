@@ -16,7 +16,7 @@ from dpn_cli.data.loader import count_workers
 from dpn_cli.data.workers import open_loader
 from dpn_cli.errors import DataError
 from dpn_cli.run import distributed, signals
-from dpn_cli.run.console import Done, uncounted
+from dpn_cli.run.console import OnProgress, ignore_progress
 from dpn_cli.run.distributed import World
 from tasks.segment.labels import IGNORE, LabelRule
 from tasks.segment.model import LinearSegmenter
@@ -137,7 +137,7 @@ def score(
     world: World,
     *,
     workers: int | Literal["auto"],
-    done: Done = uncounted,
+    done: OnProgress = ignore_progress,
 ) -> SegmentScores:
     """Score a network on a split at the labels' own sizes, each image once for any number of ranks.
 
@@ -146,7 +146,7 @@ def score(
     Raises `DataError` for an unreadable image or a wrong mask, `StoppedError` when a signal asks to stop.
     """
     rows = range(world.rank, len(pairs), world.size)
-    count = count_workers(workers, world.device, world.here)
+    count = count_workers(workers, world.device, world.local_ranks)
     confusion = torch.zeros(rule.classes, rule.classes, dtype=torch.int64, device=world.device)
     each: list[ImageScore] = []
     with open_loader(_Sized(pairs, rows, rule, plan), count, batch_size=None) as items:

@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 from dpn_cli.config.inference import EvaluationOptions, ImageFileOptions
 from dpn_cli.config.option import DATA, OUTPUT, argument, flag
-from dpn_cli.config.schema import AT_ONCE, DataPlace, Positive, Side
+from dpn_cli.config.schema import FORWARD_BATCH_SIZE, DataPlace, Positive, Side
 
 # Segmenter's test scales (arXiv 2105.05633), each plain and mirrored.
 MULTI_SCALE = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)
-Windows = Annotated[Positive | None, AT_ONCE.but(help="Windows of an image at a time.", unset="the run's")]
+Windows = Annotated[Positive | None, FORWARD_BATCH_SIZE.but(help="Windows of an image at a time.", unset="the run's")]
 RUN = argument("The folder of a segmentation run, or its weights.safetensors.")
 
 

@@ -217,7 +217,7 @@ def job_of(
     """Return the engine's job: the segmenter's training by a config whose duration is in steps."""
     network = segmenter.network
     how = augmentation_of(config, network.vit.config.image_size)
-    workers = count_workers(config.runtime.workers, world.device, world.here) if workers is None else workers
+    workers = count_workers(config.runtime.workers, world.device, world.local_ranks) if workers is None else workers
     batches = segment_batches(data.train, data.rule, how, config.batch_size, config.seed, world, workers=workers)
     every = config.evaluate_every or 0
     every = every if every < config.schedule.steps else 0  # the end is scored anyway

@@ -34,7 +34,7 @@ def dry_run_sweep(run: Run[VtabConfig], network: str, data: Mapping[Task, TaskDa
 
     def begin() -> DryRunSetup:
         job = trainer.job(trial, engine.Outputs(warn=console.warn))
-        workers = count_workers(config.runtime.workers, world.device, world.here)
+        workers = count_workers(config.runtime.workers, world.device, world.local_ranks)
         return DryRunSetup(trainer.trainable, job, _sampled(trainer), workers)
 
     weights = 4 * trainer.model.report.parameters

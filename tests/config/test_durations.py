@@ -53,8 +53,8 @@ def test_only_a_shorter_training_has_a_shorter_warmup_and_it_is_logged(task: str
     assert warmup(steps // 10, said.append) == steps // 10 * usual // steps
     (line,) = said
     assert line == (
-        f"the training has {steps // 10} steps and the config's phases are for {steps}, so they are shorter: "
-        f"warmup {steps // 10 * usual // steps}, not {usual}"
+        f"{steps // 10:,} steps instead of the config's {steps:,}: "
+        f"warmup scaled from {usual:,} to {steps // 10 * usual // steps:,}"
     )
 
 
@@ -81,7 +81,7 @@ def test_a_short_preset_has_big_visions_warmup() -> None:
 def test_the_command_line_reports_the_duration(command: str, tmp_path: Path) -> None:
     result = run_dpn(*command.split(), "--data", str(tmp_path), "--steps", "50", "--print-config")
     assert result.exit_code == 0
-    assert "the training has 50 steps and the config's phases are for" in result.stderr
+    assert "50 steps instead of the config's" in result.stderr
 
 
 @pytest.mark.parametrize(("epochs", "is_reported"), [("1", True), ("9999", False)])
@@ -111,4 +111,4 @@ def test_a_training_reports_the_duration_once_its_images_are_counted(
         *("--checkpoint", "none", "-b", "16", "--epochs", epochs, "-o", str(tmp_path / "run")),
     )
     assert result.stderr.endswith("counted\n")
-    assert ("so they are shorter" in result.stderr) == is_reported
+    assert ("scaled from" in result.stderr) == is_reported

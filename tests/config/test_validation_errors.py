@@ -143,7 +143,7 @@ def test_a_name_is_suggested_only_if_it_is_similar() -> None:
     [
         ("a: " + "[" * 100_000, "nested more than 20 levels deep"),
         ("- " * 3000 + "1", "nested more than 20 levels deep"),
-        ("a: &a [*a]", "nested more than 20 levels deep, or an alias inside what it stands for"),
+        ("a: &a [*a]", "nested more than 20 levels deep, or an alias inside its own value"),
         (
             "a: &a [1,1,1,1,1,1,1,1,1,1]\n"
             + "".join(f"{new}: &{new} [{','.join([f'*{old}'] * 10)}]\n" for old, new in ("ab", "bc", "cd", "de", "ef")),

@@ -21,7 +21,7 @@ from dpn_cli.data.sources.base import hash_lines
 from dpn_cli.data.sources.folder import ClassFolders, FolderImages
 from dpn_cli.data.splits import hold_out
 from dpn_cli.errors import DataError
-from dpn_cli.run.console import Console, tell
+from dpn_cli.run.console import Console, print_message
 from support.images import write_class_folders
 
 ODD = ["b.jpg", "a.JPG", "a/z.jpg", "a-b/c.png", "a.b/c.png", "a/b/c.tif", "ä.jpg", ".jpg", "..jpg", "x.jpg.", "A.jpg"]
@@ -191,7 +191,7 @@ def test_a_long_listing_reports_progress(
     assert f"{root}: 4 images found" in capsys.readouterr().err.replace("\n", "")
     with Console(quiet=True).capture_logs():
         ClassFolders(root)
-    tell("nobody hears it")
+    print_message("nobody hears it")
     assert not capsys.readouterr().err
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dpn_cli.config.schema import Drawn
+from dpn_cli.config.schema import SampledData
 from dpn_cli.data import pixels, remote
 from dpn_cli.data.augment import Augmentation
 from dpn_cli.data.image_source import ImageSource
@@ -86,7 +86,7 @@ def room(folder: Path, shards: int) -> int:
 def opened(place: str, steps: int = EPOCH, kind: str = "pack") -> tuple[LabelledImages, ShardOrder]:
     where = f"{place}/pack" if kind == "pack" else f"wds:{place}/pack/train/{{000000..00000{SHARDS - 1}}}.tar"
     split = open_class_data(ImageSource(where, val_fraction=None if kind == "pack" else 0.1), 0.0).train
-    order = make_shard_order(split, Drawn(shuffle="shards", open_shards=2), BATCH, 3, steps)
+    order = make_shard_order(split, SampledData(shuffle="shards", open_shards=2), BATCH, 3, steps)
     assert order
     return split, order
 
@@ -177,7 +177,7 @@ def test_ranks_of_two_machines_fetch_shards_of_their_own(
 def test_ranks_of_one_machine_fetch_a_shard_once(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DPN_CACHE_GB", str(room(folder, 7) / 1e9))
     split, order = opened(store.url)
-    worlds = [World(rank, 2, CPU, here=2) for rank in range(2)]
+    worlds = [World(rank, 2, CPU, local_ranks=2) for rank in range(2)]
     parts = list(zip(*(stream(split, order, world) for world in worlds), strict=True))
     assert torch.equal(images(batch for both in parts for batch in both), images(stream(*opened(str(folder)), ALONE)))
     assert {name: store.gets[name] for name in TARS} == dict.fromkeys(TARS, 1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dpn_cli.config.schema import Drawn
+from dpn_cli.config.schema import SampledData
 from dpn_cli.data.augment import Augmentation
 from dpn_cli.data.image_source import ImageSource, open_split
 from dpn_cli.data.loader import crop_batches
@@ -38,7 +38,7 @@ def test_batches_are_drawn_from_few_shards_and_shared_by_ranks(place: str, folde
     where = place.replace("pack", str(folder / "pack"), 1)
     train = open_class_data(ImageSource(where, val_fraction=0.1), 0.0).train
     assert train.shards is not None
-    order = make_shard_order(train, Drawn(shuffle="shards", open_shards=2), 8, 3, 10)
+    order = make_shard_order(train, SampledData(shuffle="shards", open_shards=2), 8, 3, 10)
     assert order is not None
 
     def take(world: World, start: int = 0, what: str = "image") -> list[torch.Tensor]:

@@ -355,13 +355,13 @@ def test_lost_records_are_counted_once_however_often_a_run_is_resumed(evaluated:
     until(5)
     log = MetricsLog(tmp_path / "m.jsonl")
     until(7)
-    assert (warnings, log.lost()) == ([], 0)
+    assert (warnings, log.count_lost()) == ([], 0)
     lines = log.path.read_text().splitlines()
     log.path.write_text("".join(f"{line}\n" for line in lines[2:]))  # its start is gone
     until(9)
     until(9)
     until(11)
-    assert log.lost() == 2
+    assert log.count_lost() == 2
     assert warnings == [f"{log.path}: 2 records up to step 6 are gone, and this run's curve lacks them"]
     assert [line.split(",")[0] for line in said] == [f"continues after step {step} of 12" for step in (4, 6, 8, 8)]
     log.path.unlink()

@@ -159,4 +159,4 @@ def test_read_only_locations_are_distinguished_from_wrong_names(
     assert ended.value.code == code
     said = capsys.readouterr().err
     assert said.startswith("error: run/failed.json: ")
-    assert ("what was saved before is intact" in said) == (code == 1)
+    assert ("earlier files are intact" in said) == (code == 1)

@@ -152,7 +152,7 @@ def lost_job(world: World, folder: Path) -> None:
 
 def test_a_rank_that_ends_is_one_clear_error_to_the_others(tmp_path: Path) -> None:
     run_distributed(lost_job, tmp_path)
-    assert (tmp_path / "error.txt").read_text() == "another rank has ended; its own error says why"
+    assert (tmp_path / "error.txt").read_text() == "another rank has ended; its own error names the reason"
     with pytest.raises(RuntimeError, match="of something else"), distributed.lost_rank():
         raise RuntimeError("of something else")
 

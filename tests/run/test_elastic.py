@@ -110,9 +110,9 @@ def test_lost_ranks_do_not_change_the_result(name: str, photos: Path, undisturbe
         codes = [torchrun.wait(LIMIT) for torchrun in torchruns]
     text = said.read_text()
     assert sorted(codes) == ([-signal.SIGKILL, 0] if loss.machine else [0]), text
-    goes_on = [line for line in text.splitlines() if "torchrun started the ranks again" in line]
+    restarts = [line for line in text.splitlines() if "torchrun restarted the ranks" in line]
     left = "1 rank" if loss.machine else "2 ranks"
-    assert goes_on == [f"{folder}: torchrun started the ranks again; the run goes on with {left}"]
+    assert restarts == [f"{folder}: torchrun restarted the ranks; the run continues with {left}"]
     (step,) = [int(line.split()[3]) for line in text.splitlines() if line.startswith("continues after step ")]
     assert 100 <= step < STEPS
     if loss.rank == 1:

@@ -26,7 +26,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_folder_belongs_to_one_process_until_it_ends_or_dies(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "run"
     with claim_in_other_process(folder) as other:
-        with pytest.raises(DpnError, match="run: another process is at work"), claimed(folder):
+        with pytest.raises(DpnError, match="run: another process is running"), claimed(folder):
             pytest.fail("two processes are in one folder")
         with claimed(folder.with_name("other run")):
             pass
@@ -61,7 +61,7 @@ def test_commands_leave_a_folder_in_use_alone(tmp_path: Path) -> None:
         with claim_in_other_process(folder):
             result = CliRunner().invoke(app, [*command.split(), str(folder)])
             assert result.exit_code == 2
-            assert "another process is at work in this folder" in result.stderr
+            assert "another process is running in this folder" in result.stderr
             assert not folder.exists()
 
 

@@ -42,14 +42,14 @@ def test_the_torchrun_that_started_a_run_is_known_by_its_processes_or_its_id(
     now: TorchrunLaunch, began: bool, same_id: bool
 ) -> None:
     report = json.loads(json.dumps(RUN))
-    assert (now.began(report), now.has_id_of(report)) == (began, same_id)
-    assert not now.began({})
+    assert (now.has_worked_on(report), now.has_id_of(report)) == (began, same_id)
+    assert not now.has_worked_on({})
     assert not now.has_id_of({})
 
 
 def test_no_id_is_no_id_to_know_a_run_by() -> None:
     run = TorchrunLaunch(NO_ID, 0, AGENTS[:1]).facts()
-    assert not TorchrunLaunch(NO_ID, 3, AGENTS[1:]).began(run)
+    assert not TorchrunLaunch(NO_ID, 3, AGENTS[1:]).has_worked_on(run)
     assert not TorchrunLaunch(NO_ID, 3, AGENTS[1:]).has_id_of(run)
 
 
@@ -76,17 +76,17 @@ def test_a_restart_that_torchrun_cannot_do_is_reported_first(monkeypatch: pytest
 def opened(
     folder: Path, now: TorchrunLaunch | None, patch: pytest.MonkeyPatch, **options: Any
 ) -> tuple[list[str], set[str]]:
-    """Open a run under a torchrun, and train for a while; returns what was said, and what was there."""
-    said = list[str]()
+    """Open a run under a torchrun, and train for a while; return the messages, and the files that were there."""
+    messages = list[str]()
     console = Console(quiet=True)
     config = small_pretrain_config(folder)
-    with patch.context() as inside:
-        inside.setattr(sessions, "current_torchrun", lambda: now)
-        inside.setattr(console, "info", said.append)
+    with patch.context() as context:
+        context.setattr(sessions, "current_torchrun", lambda: now)
+        context.setattr(console, "info", messages.append)
         with sessions.open_run(config, config.runtime, "classifier", LaunchOptions(folder, **options), folder, console):
             there = {entry.name for entry in folder.iterdir()}
             (folder / "metrics.jsonl").touch()
-    return [line for line in said if "goes on" in line], there
+    return [line for line in messages if "the run continues" in line], there
 
 
 def test_ranks_that_are_restarted_continue_with_their_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_ranks_that_are_restarted_continue_with_their_run(tmp_path: Path, monkey
         TorchrunLaunch("run8", 1, AGENTS[2:]),
     )
     assert opened(folder, first, patch, overwrite=True) == ([], {"run.json", "config.yaml"})
-    line = f"{folder}: torchrun started the ranks again; the run goes on with 1 rank"
+    line = f"{folder}: torchrun restarted the ranks; the run continues with 1 rank"
     for overwrite in (False, True):
         assert opened(folder, again, patch, overwrite=overwrite) == (
             [line],
@@ -109,7 +109,7 @@ def test_ranks_that_are_restarted_continue_with_their_run(tmp_path: Path, monkey
         with pytest.raises(DpnError, match="the folder holds a run that has not finished"):
             opened(folder, stranger, patch)
     queued = TorchrunLaunch("run7", 0, AGENTS[2:])
-    line = f"{folder}: the run goes on, because it began with torchrun's --rdzv-id run7"
+    line = f"{folder}: the run continues, because it started with torchrun's --rdzv-id run7"
     assert opened(folder, queued, patch)[0] == [line]
     assert opened(folder, TorchrunLaunch("run7", 0, AGENTS[:1]), patch, overwrite=True)[1] == {
         "run.json",

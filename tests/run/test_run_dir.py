@@ -25,9 +25,9 @@ from dpn_cli.report import reading as report_reading
 from dpn_cli.run import environment, files
 from dpn_cli.run import run_dir as runstate
 from dpn_cli.run.console import Console
-from dpn_cli.run.environment import config_digest, differences, is_at_work, this_process
+from dpn_cli.run.environment import config_digest, differences, is_running, this_process
 from dpn_cli.run.files import is_leftover, remove_leftovers, replace_text
-from dpn_cli.run.run import _note_precision, with_weights_of
+from dpn_cli.run.run import _record_precision, with_weights_of
 from dpn_cli.run.run_dir import RunFolder
 from dpn_cli.sweep.engines import node
 from support.cli import run_dpn
@@ -117,10 +117,10 @@ def test_a_killed_process_that_nobody_has_waited_for_is_gone() -> None:
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
     described = ours.recv()
-    assert is_at_work(described)
+    assert is_running(described)
     process.kill()
     os.waitid(os.P_PID, described["pid"], os.WEXITED | os.WNOWAIT)
-    assert is_at_work(described) is False
+    assert is_running(described) is False
     process.join(LIMIT)
 
 
@@ -393,16 +393,16 @@ def test_the_weights_of_a_run_are_reused_unless_the_command_names_others(
     resumed = with_weights_of(config, saved, arguments, Console())
     expected = OneNetwork.model_validate({"backbone": saved}) if kept else config
     assert resumed == expected
-    told = "goes on with --checkpoint old.safetensors, as it began, and not with new.safetensors\n"
+    told = "continues with --checkpoint old.safetensors, as it started, and not with new.safetensors\n"
     assert capsys.readouterr().err == told * kept
 
 
 def test_another_precision_on_resume_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = open_run(tmp_path)
     for precision, warns in (("fp32", False), ("fp32", False), ("bf16", True), ("bf16", False)):
-        _note_precision(folder, precision, Console())
+        _record_precision(folder, precision, Console())
         output = " ".join(capsys.readouterr().err.split())
-        assert ("began in fp32 and goes on in bf16" in output) is warns
+        assert ("started in fp32 and continues in bf16" in output) is warns
         assert folder.facts["precision"] == precision
 
 

@@ -75,7 +75,7 @@ def fill_and_save(folder: Path) -> None:
     checkpoints.save("last", {"w": torch.ones(1000)}, {"step": 1})
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-    with pytest.raises(SaveError, match="not written .* what was saved before is intact"):
+    with pytest.raises(SaveError, match="not written .* earlier files are intact"):
         checkpoints.save("last", {"w": torch.ones(100_000)}, {"step": 2})
 
 
@@ -142,7 +142,7 @@ def test_a_log_is_read_once_however_often_its_records_are_counted(
     for step in (4, 5):
         log.write({"step": step})
         assert log.count() == step + 3
-    assert log.note_lost(5, 10) == 2
+    assert log.record_lost(5, 10) == 2
     assert log.count() == 10
     assert len(reads) == 1
     assert MetricsLog(log.path).count() == 10

@@ -191,7 +191,7 @@ def test_a_run_continues_with_the_weights_that_it_found(
             fail_training(2 if home == "old" else 0, StoppedError(signal.SIGTERM), patch)
             completed = run_dpn(*command)
         assert completed.exit_code == code, completed.stderr
-    assert "goes on with --checkpoint" in completed.stderr
+    assert "continues with --checkpoint" in completed.stderr
     used = [yaml.safe_load(file.read_text())["backbone"]["checkpoint"] for file in out.rglob("config.yaml")]
     assert all(str(tmp_path / "old") in name for name in used if name)
     assert len(used) == 1 + 2 * bool(several)
@@ -216,7 +216,7 @@ def test_a_run_that_has_not_started_uses_the_current_weights(
         if code:
             write_class_folders(photos, classes=2, each=10)
             assert str(file) in (tmp_path / "run" / "config.yaml").read_text()
-    assert "goes on with" not in result.stderr
+    assert "continues with" not in result.stderr
     assert str(file) in (tmp_path / "run" / "config.yaml").read_text()
 
 

@@ -267,7 +267,7 @@ class TargetCache:
     ) -> Generator[Tensor, None, None]:
         """Yield what is kept of batches of entries, (b, values) in float16. Raises as `fill` does."""
         config, world, images = self.config, self.world, len(self.images.labels)
-        workers = count_workers(config.runtime.workers, world.device, world.here) if workers is None else workers
+        workers = count_workers(config.runtime.workers, world.device, world.local_ranks) if workers is None else workers
         items = ([(entry // images, entry % images, entry % images) for entry in part] for part in batches)
         how = config.batch_size, config.seed, items, world.device, workers, config.data.skip_bad_images
         with closing(iter_crops(self.images, self.augmentation, *how)) as crops:

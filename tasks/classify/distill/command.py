@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dpn_cli.config.launch import LaunchOptions
-from dpn_cli.config.training import counted_in_steps
+from dpn_cli.config.training import resolve_training_steps
 from dpn_cli.data.loader import count_workers
 from dpn_cli.data.prefetch import check_cache
 from dpn_cli.data.shard_sampler import make_shard_order
@@ -44,7 +44,7 @@ def run(config: DistillConfig, launch: LaunchOptions, console: Console) -> Json 
         result = None if launch.dry_run else run.folder.result
         if result is None:
             images = open_images(run.config, teacher.classes or None, console)
-            counted = counted_in_steps(run.config, len(images.train.labels) / config.batch_size, console.info)
+            counted = resolve_training_steps(run.config, len(images.train.labels) / config.batch_size, console.info)
             _check(replace(run, config=counted), teacher, images, dry_run=launch.dry_run)
             distillation = Distillation(replace(run, config=counted), teacher, images)
             if launch.dry_run:
@@ -107,7 +107,7 @@ def _check(run: Run[DistillConfig], teacher: Classifier, images: DistillSplits, 
         check_probe_data(options)
     check_views(config, len(images.train.labels))
     order = make_shard_order(images.train, config.data, config.batch_size, config.seed, config.schedule.steps)
-    workers = count_workers(config.runtime.workers, world.device, world.here)
+    workers = count_workers(config.runtime.workers, world.device, world.local_ranks)
     check_cache(images.train, order, config.schedule.steps * config.batch_size, workers, world)
     parts = {name: len(part.labels) for name, part in images.parts().items()}
     run.console.info(

@@ -21,13 +21,13 @@ from dpn_cli.config.schema import (
     VAL_DATA,
     Crop,
     DataPlace,
-    Drawn,
     ImageColumn,
     LabelColumn,
     MaxPixels,
     NonNegative,
     Pixels,
     Positive,
+    SampledData,
     Section,
     Side,
     SkipBadImages,
@@ -85,7 +85,7 @@ class Student(BackboneConfig):
         return self.start == "scratch" or self.arch is not None
 
 
-class DistillData(Drawn):
+class DistillData(SampledData):
     """Location of the images, and their decoding; labels are not used."""
 
     source: Annotated[

@@ -43,7 +43,7 @@ def _scene(distillation: Distillation, start: Backbone, stage: str, steps: int) 
     config = distillation.of_stage(stage, student, steps)
     outputs = engine.Outputs(warn=console.warn)
     observed, job = distillation.job(config, student, outputs, 0, dry_run=True)
-    workers = count_workers(config.runtime.workers, world.device, world.here)
+    workers = count_workers(config.runtime.workers, world.device, world.local_ranks)
     return DryRunSetup(engine.prepare(observed, config.runtime, world), job, _sampled(distillation, student), workers)
 
 

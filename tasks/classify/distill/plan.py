@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dpn_cli.config.training import counted_in_steps
+from dpn_cli.config.training import resolve_training_steps
 from dpn_cli.engine.planning import describe_disk, describe_duration, estimate_disk, estimate_duration
 from dpn_cli.model.config import ViTConfig
 from dpn_cli.model.flops import count_macs, training_flops
@@ -43,7 +43,7 @@ def estimate(config: DistillConfig, arch: str, images: int | None, *, count_data
         check_count(f"--images {images}", images, config.batch_size)
     else:
         images = len(open_images(config, None, Console()).train.labels) if count_data else DEFAULT_DATA[False][0]
-    config = counted_in_steps(config, images / config.batch_size)
+    config = resolve_training_steps(config, images / config.batch_size)
     check_views(config, images)
     steps, student_config, losses = config.schedule.steps, student.config, config.losses
     stem_steps, parameters = config.stem_steps, student.report.parameters

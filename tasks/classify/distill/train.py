@@ -23,7 +23,7 @@ from dpn_cli.run.artifact_kinds import DIGEST, KEY, WEIGHTS
 from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.files import read_object, replace_json, replace_text
 from dpn_cli.run.run import Run
-from dpn_cli.run.run_dir import LOST, MetricsLog
+from dpn_cli.run.run_dir import LOST_RECORDS, MetricsLog
 from dpn_cli.weights.backbone import Backbone, export_backbone
 from dpn_cli.weights.resolve_stem import describe_start
 from tasks.classify.classifier import Classifier, save_classifier
@@ -150,7 +150,7 @@ class Distillation:
             config.batch_size,
             config.seed,
             world,
-            workers=0 if dry_run else count_workers(runtime.workers, world.device, world.here),
+            workers=0 if dry_run else count_workers(runtime.workers, world.device, world.local_ranks),
             skip_bad=config.data.skip_bad_images,
             on_skip=self.skipped.append,
             order=order,
@@ -291,8 +291,8 @@ class Distillation:
             "timing": {
                 name: round(sum(each[name] for each in timings), 2) for name in ("train_seconds", "wait_seconds")
             },
-            "curve": [one for one in log.records() if "lr" not in one and LOST not in one],
-            "lost_records": log.lost(),
+            "curve": [one for one in log.records() if "lr" not in one and LOST_RECORDS not in one],
+            "lost_records": log.count_lost(),
             "steps": self.config.schedule.steps,
             "data": self.images.fingerprints(),
             DIGEST: student.report.digest,

@@ -21,7 +21,7 @@ from dpn_cli.data.sources.base import fingerprint
 from dpn_cli.data.sources.folder import FileList
 from dpn_cli.errors import DataError, DpnError, SaveError
 from dpn_cli.run import signals
-from dpn_cli.run.console import Console, Done
+from dpn_cli.run.console import Console, OnProgress
 from dpn_cli.run.files import file_digest, read_object, replace_json, save_error
 from tasks.vtab.prepare.builders import Builder
 from tasks.vtab.prepare.sources import Example, Source, TfdsPart
@@ -174,7 +174,9 @@ class _Folder:
         return manifest
 
 
-def _write_split(source: Source, folders: list[_Folder], split: str, examples: Iterator[Example], done: Done) -> int:
+def _write_split(
+    source: Source, folders: list[_Folder], split: str, examples: Iterator[Example], done: OnProgress
+) -> int:
     """Write the images of a split into all folders; returns how many there were."""
     for folder in folders:
         (folder.partial / "images" / split).mkdir(parents=True)

@@ -134,7 +134,7 @@ def test_a_trial_of_another_process_is_refused_while_it_trains_and_reused_when_f
         for more in ("--trial", "1"), ("--trial", "5"), ("--resume",):
             result = run_dpn(*DEMO_SWEEP, *SHORT_SWEEP, "-o", str(tmp_path), *more)
             assert result.exit_code == 2, more
-            assert f"{claimed_trial}: another process is at work" in " ".join(result.stderr.split()).replace("- ", "-")
+            assert f"{claimed_trial}: another process is running" in " ".join(result.stderr.split()).replace("- ", "-")
     shutil.copytree(alone / claimed_trial.relative_to(tmp_path), claimed_trial)
     result = run_demo_sweep(tmp_path, "--resume")
     assert "demo_light dpn lr 0.001 seed 0: val" not in result.stderr
