@@ -48,20 +48,20 @@ class TokenBatches:
 
     def of(self, images: Tensor, draws: Tensor) -> Tensor:
         """Return the tokens (b, context) of one caption of each image (b,), chosen by `draws` (b,) from [0, 1)."""
-        begin, end = self.first[images], self.first[images + 1]
-        return self.tokens[begin + (draws * (end - begin)).long()].long()
+        start, end = self.first[images], self.first[images + 1]
+        return self.tokens[start + (draws * (end - start)).long()].long()
 
 
 def tokenize(data: CaptionedImages, tokenizer: Tokenizer, root: Path | None = None) -> TokenBatches:
     """Tokenize all captions. With `root`, tokens are cached there under a hash of texts and tokenizer."""
-    texts = (text for several in data.captions for text in several)
+    texts = (text for captions in data.captions for text in captions)
     first = torch.from_numpy(np.fromiter(chain([0], map(len, data.captions)), np.int64)).cumsum(0)
     if root is None:
         tokens, cut = _encode(texts, tokenizer)
         return TokenBatches(torch.from_numpy(tokens), first, cut)
     named = hashlib.sha256(json.dumps(tokenizer.to_dict()).encode())
-    for several in data.captions:
-        named.update("".join(f"{text}\0" for text in several).encode())
+    for captions in data.captions:
+        named.update("".join(f"{text}\0" for text in captions).encode())
     path = root / f"tokens-{named.hexdigest()[:16]}.npy"
     with contextlib.suppress(DataError):  # a damaged file is written again
         if facts := facts_of(path):
@@ -93,16 +93,16 @@ def cached_batches(
 
     Images are those of `good`, in shuffled epochs; every visit draws one caption and one view of the image.
     """
-    mine = _share(batch_size, world)
+    rank_rows = _share(batch_size, world)
 
     def batches(start: int) -> Generator[Batch, None, None]:
         step = start
         while True:
-            images = good[rows_of_step(len(good), batch_size, seed, step)][mine]
-            views = (draws(batch_size, seed, VIEW, step)[mine] * features.views).long()
+            images = good[rows_of_step(len(good), batch_size, seed, step)][rank_rows]
+            views = (draws(batch_size, seed, VIEW, step)[rank_rows] * features.views).long()
             yield {
                 "image": to_device(features.rows(images, views), world.device),
-                "tokens": to_device(texts.of(images, draws(batch_size, seed, CAPTION, step)[mine]), world.device),
+                "tokens": to_device(texts.of(images, draws(batch_size, seed, CAPTION, step)[rank_rows]), world.device),
             }
             step += 1
 
@@ -139,18 +139,18 @@ def encoded_batches(
     With ``encoder.views``, every visit crops and mirrors it anew. A worker reads ahead, and the tower encodes, at most
     `micro` images at once: the largest number up to it that divides the rank's batch.
     """
-    mine = _share(batch_size, world)
+    rank_rows = _share(batch_size, world)
 
     @lru_cache(maxsize=4)
     def rows(step: int) -> list[int]:
-        listed: list[int] = rows_of_step(len(data.captions), batch_size, seed, step)[mine].tolist()
+        listed: list[int] = rows_of_step(len(data.captions), batch_size, seed, step)[rank_rows].tolist()
         return listed
 
-    def cut(images: Tensor, step: int, begin: int) -> Tensor:
+    def cut(images: Tensor, step: int, start: int) -> Tensor:
         generator = torch.Generator().manual_seed(fold(seed, CROP, step))
-        places = torch.arange(batch_size) - begin  # the draws are the whole batch's
-        here = slice(begin, begin + len(images))
-        return crop_and_flip(images, places, encoder.size, crop=True, flip=True, generator=generator, mine=here)
+        places = torch.arange(batch_size) - start  # the draws are the whole batch's
+        chunk_rows = slice(start, start + len(images))
+        return crop_and_flip(images, places, encoder.size, crop=True, flip=True, generator=generator, mine=chunk_rows)
 
     def batches(start: int) -> Generator[Batch, None, None]:
         share = len(world.rows(batch_size))
@@ -160,10 +160,10 @@ def encoded_batches(
         with stream(data, read, count, rows=visits, workers=encoder.workers) as parts:
             for step in range(start, steps):
                 features = []
-                for begin, part in zip(range(mine.start, mine.stop, count), parts, strict=False):
-                    features.append(encoder.encode(cut(part.images, step, begin) if encoder.views else part.images))
-                chosen = texts.of(torch.tensor(rows(step)), draws(batch_size, seed, CAPTION, step)[mine])
-                yield {"image": torch.cat(features), "tokens": to_device(chosen, world.device)}
+                for start, part in zip(range(rank_rows.start, rank_rows.stop, count), parts, strict=False):
+                    features.append(encoder.encode(cut(part.images, step, start) if encoder.views else part.images))
+                token_rows = texts.of(torch.tensor(rows(step)), draws(batch_size, seed, CAPTION, step)[rank_rows])
+                yield {"image": torch.cat(features), "tokens": to_device(token_rows, world.device)}
 
     return batches
 

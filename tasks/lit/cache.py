@@ -118,29 +118,29 @@ def _encode_missing(
         Shard(folder / f"features-{number:05d}.npy", first, min(SHARD, total - first))
         for number, first in enumerate(range(0, total, SHARD))
     ]
-    finished, before, plan, bad = list[ShardState | None](), dict[int, list[str]](), Plan(), list[int]()
+    finished, plan, unreadable = list[ShardState | None](), Plan(), list[int]()
+    previous_contents = dict[int, list[str]]()
     if world.leads:
         finished, distrust = _check_folder(shards, facts, data, encoder, console)
         plan = _plan(shards, finished, data, distrust, console)
-        before = {number: _facts_of(shards[number])["contents"] for number in plan if finished[number]}
+        previous_contents = {number: _facts_of(shards[number])["contents"] for number in plan if finished[number]}
     plan = distributed.from_leader(plan)
     if plan:
-        mine = sorted(plan)[world.rank :: world.size]
-        write_cache(
-            data, encoder, [(shards[number], plan[number]) for number in mine], encoder.batch_size or BATCH, console
-        )
+        rank_shards = sorted(plan)[world.rank :: world.size]
+        work = [(shards[number], plan[number]) for number in rank_shards]
+        write_cache(data, encoder, work, encoder.batch_size or BATCH, console)
         distributed.barrier()
     if world.leads:
-        bad = _unreadable(shards, finished, before, plan, console)
-    bad = distributed.from_leader(bad)
-    if len(bad) == total:
+        unreadable = _unreadable(shards, finished, previous_contents, plan, console)
+    unreadable = distributed.from_leader(unreadable)
+    if len(unreadable) == total:
         raise DataError(f"{problem_of(data, 0)}; no other one is readable either, so nothing is left to work with")
-    if bad and not encoder.skip_bad:
+    if unreadable and not encoder.skip_bad:
         raise DataError(
-            f"{data.where(bad[0])}: not a readable image, as are {len(bad) - 1} others; fetch them again, or leave "
-            "them out and count them with --skip-bad-images"
+            f"{data.where(unreadable[0])}: not a readable image, as are {len(unreadable) - 1} others; fetch them "
+            "again, or leave them out and count them with --skip-bad-images"
         )
-    return Features([np.load(shard.file, mmap_mode="r") for shard in shards], bad)
+    return Features([np.load(shard.file, mmap_mode="r") for shard in shards], unreadable)
 
 
 def problem_of(data: CaptionedImages, row: int) -> DataError:
@@ -216,12 +216,12 @@ def _spot_check(
     the same; None where nothing is.
     """
     replaced = None
-    good = np.zeros(len(data.captions), dtype=bool)
-    for shard, known in zip(shards, finished, strict=True):
-        if known:
-            good[shard.first : shard.first + shard.count] = True
-            good[known.bad] = False
-    for row in _sample_evenly(np.flatnonzero(good), SPOT_CHECKS).tolist():
+    is_readable = np.zeros(len(data.captions), dtype=bool)
+    for shard, state in zip(shards, finished, strict=True):
+        if state:
+            is_readable[shard.first : shard.first + shard.count] = True
+            is_readable[state.bad] = False
+    for row in _sample_evenly(np.flatnonzero(is_readable), SPOT_CHECKS).tolist():
         shard = shards[row // SHARD]
         saved, place = _facts_of(shard), row - shard.first
         try:
@@ -231,9 +231,9 @@ def _spot_check(
         if content != saved["contents"][place]:
             replaced = data.where(row) if data.stamps[row] == saved["stamps"][place] else replaced
             continue
-        stored = torch.from_numpy(np.load(shard.file, mmap_mode="r")[place].astype(np.float32))
+        saved_features = torch.from_numpy(np.load(shard.file, mmap_mode="r")[place].astype(np.float32))
         now = encoder.encode_views(resize(pixels, encoder.read_size)[None], [row])[0]
-        if not (stored * now).sum(-1).min() > SPOT_COSINE:
+        if not (saved_features * now).sum(-1).min() > SPOT_COSINE:
             return f"{data.where(row)} gives other features now", replaced
     return None, replaced
 
@@ -252,11 +252,11 @@ def _plan(
     """Return the rows to read: all of new shards, and those whose files have other stamps now."""
     plan = Plan()
     new = compared = 0
-    for number, (shard, known) in enumerate(zip(shards, finished, strict=True)):
-        rows = _stamps(shard, data) if known is None or distrust else known.changed
+    for number, (shard, state) in enumerate(zip(shards, finished, strict=True)):
+        rows = _stamps(shard, data) if state is None or distrust else state.changed
         if rows:
             plan[number] = rows
-        new, compared = (new + len(rows), compared) if known is None else (new, compared + len(rows))
+        new, compared = (new + len(rows), compared) if state is None else (new, compared + len(rows))
     if new:
         console.info(f"encoding {count_noun(new, 'image')} once, into {shards[0].file.parent}")
     if compared:
@@ -270,20 +270,21 @@ def _plan(
 def _unreadable(
     shards: Sequence[Shard],
     finished: Sequence[ShardState | None],
-    before: Mapping[int, Sequence[str]],
+    previous_contents: Mapping[int, Sequence[str]],
     plan: Plan,
     console: Console,
 ) -> list[int]:
-    """Return the rows of unreadable images, and report how many images had changed since the contents `before`."""
-    bad, changed, compared = list[int](), 0, 0
-    for number, (shard, known) in enumerate(zip(shards, finished, strict=True)):
-        compared += shard.count if known else 0
-        if known and number not in plan:
-            bad += known.bad
+    """Return the rows of unreadable images, and report the number of images that have changed."""
+    unreadable, changed, compared = list[int](), 0, 0
+    for number, (shard, state) in enumerate(zip(shards, finished, strict=True)):
+        compared += shard.count if state else 0
+        if state and number not in plan:
+            unreadable += state.bad
             continue
         now = _facts_of(shard)["contents"]
-        bad += [row for row, content in enumerate(now, shard.first) if not content]
-        changed += sum(one != other for one, other in zip(before.get(number, now), now, strict=True))
+        unreadable += [row for row, content in enumerate(now, shard.first) if not content]
+        previous = previous_contents.get(number, now)
+        changed += sum(old != new for old, new in zip(previous, now, strict=True))
     if changed:
         console.warn(f"{changed} of {compared} images changed since they were encoded; these were encoded again")
-    return bad
+    return unreadable

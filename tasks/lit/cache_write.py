@@ -33,7 +33,7 @@ from tasks.lit.captions import CaptionedImages
 from tasks.lit.features import ImageEncoder
 
 # Bytes of a content's digest; images that are read between two checks for a stop signal.
-DIGEST, AT_ONCE = 16, 256
+DIGEST, FILES_PER_CALL = 16, 256
 
 Json = dict[str, Any]
 
@@ -73,13 +73,13 @@ def write_cache(data: CaptionedImages, encoder: ImageEncoder, work: Work, batch:
     Every shard is saved as soon as it is complete. Raises `DataError` for an unreadable image unless they are skipped,
     and for features that are not finite.
     """
-    shown, parts = time.monotonic(), list[_Part]()
+    last_message_time, parts = time.monotonic(), list[_Part]()
     for number, (shard, stamps) in enumerate(work):
         rows = _changed(data, shard, stamps)
         if rows:
             parts.append(_Part(shard, stamps, rows))
-        if time.monotonic() - shown >= LINE_EVERY:
-            shown = time.monotonic()
+        if time.monotonic() - last_message_time >= LINE_EVERY:
+            last_message_time = time.monotonic()
             console.info(f"{number + 1} of {len(work)} shards compared")
     if parts:
         _encode(data, encoder, parts, batch, console)
@@ -94,13 +94,14 @@ def _changed(data: CaptionedImages, shard: Shard, stamps: dict[int, str]) -> lis
     if facts is None:
         return list(stamps)
     contents = dict(zip(stamps, _contents(data, list(stamps)), strict=True))
-    same = [row for row, content in contents.items() if content and content == facts["contents"][row - shard.first]]
-    for row in same:
+    saved = facts["contents"]
+    unchanged = [row for row, content in contents.items() if content and content == saved[row - shard.first]]
+    for row in unchanged:
         facts["stamps"][row - shard.first] = stamps[row]
-    if same:
+    if unchanged:
         with contextlib.suppress(SaveError):  # a read-only cache is compared again the next time
             replace_json(shard.file.with_suffix(".json"), facts)
-    return sorted(stamps.keys() - set(same))
+    return sorted(stamps.keys() - set(unchanged))
 
 
 def _contents(data: CaptionedImages, rows: Sequence[int]) -> list[str]:
@@ -114,9 +115,9 @@ def _contents(data: CaptionedImages, rows: Sequence[int]) -> list[str]:
 
     digests: list[str] = []
     with ThreadPoolExecutor(min(8, len(cores()))) as pool:  # reading and hashing need no interpreter
-        for begin in range(0, len(rows), AT_ONCE):
+        for begin in range(0, len(rows), FILES_PER_CALL):
             signals.check_here()
-            digests += pool.map(digest, rows[begin : begin + AT_ONCE])
+            digests += pool.map(digest, rows[begin : begin + FILES_PER_CALL])
     return digests
 
 

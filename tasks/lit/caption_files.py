@@ -45,8 +45,8 @@ def read_table(path: Path, root: Path, image: str | None, caption: str | None, s
     return files
 
 
-def _column(path: Path, columns: Sequence[str], named: str | None, kind: str, usual: Sequence[str]) -> str:
-    column = next((name for name in ([named] if named else usual) if name in columns), None)
+def _column(path: Path, columns: Sequence[str], named: str | None, kind: str, default_names: Sequence[str]) -> str:
+    column = next((name for name in ([named] if named else default_names) if name in columns), None)
     if column is None:
         raise DataError(
             f"{path}: which column holds the {kind}? The columns are {', '.join(map(repr, columns)) or 'none'}; "

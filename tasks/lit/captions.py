@@ -27,7 +27,7 @@ from dpn_cli.errors import DataError, ImageError
 
 # Names of caption columns that need no option: open_clip's, img2dataset's, Hugging Face's.
 CAPTION_COLUMNS = ("caption", "captions", "text", "title", "sentence", "sentences")
-BESIDE = ("txt", "json")
+MEMBER_SUFFIXES = ("txt", "json")
 # Lone surrogates, which JSON can hold and UTF-8 cannot.
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -56,8 +56,8 @@ class CaptionedImages(Images):
 def captions_fingerprint(data: CaptionedImages) -> str:
     """Return a hash over all sentences, in order."""
     digest = hashlib.sha256()
-    for several in data.captions:
-        digest.update("\n".join((*several, "")).encode())
+    for captions in data.captions:
+        digest.update("\n".join((*captions, "")).encode())
     return digest.hexdigest()
 
 
@@ -217,7 +217,7 @@ class ShardCaptions(ShardImages, CaptionedImages):
     def __init__(self, pattern: str, skip_bad: bool) -> None:
         self.skip_bad = skip_bad
         self.captions: list[tuple[str, ...]] = []
-        super().__init__(pattern, BESIDE)
+        super().__init__(pattern, MEMBER_SUFFIXES)
         if not self.captions:
             raise DataError(f"--data wds:{pattern}: no image with a .txt or .json beside it")
         stamps = [path.version if isinstance(path, RemotePath) else stamp_of(_status(path)) for path in self.paths]
@@ -248,21 +248,22 @@ class HubCaptions(HubImages, CaptionedImages):
         self, name: str, config: str, split: str, image: str | None, caption: str | None, skip_bad: bool
     ) -> None:
         super().__init__(name, config, split, image, alone=True)
-        usual = next((column for column in CAPTION_COLUMNS if column in self.rows.column_names), None)
-        texts = self.rows[self.column(self.rows, caption or usual, "caption", ())]
-        kept: list[int] = []
+        default_column = next((column for column in CAPTION_COLUMNS if column in self.rows.column_names), None)
+        texts = self.rows[self.column(self.rows, caption or default_column, "caption", ())]
+        kept_rows: list[int] = []
         self.kept: Sequence[int] = range(len(texts))
         captions: list[tuple[str, ...]] = []
         for row, text in enumerate(texts):
             sentence_list = sentences([text] if isinstance(text, str) else text or (), self.where(row), skip_bad)
             if sentence_list:
-                kept.append(row)
+                kept_rows.append(row)
                 captions.append(sentence_list)
-        self.captions, self.dropped = captions, len(texts) - len(kept)
-        self.rows, self.sizes, self.kept = self.rows.select(kept), [self.sizes[row] for row in kept], kept
-        stored = " ".join(stamp_of(_status(Path(part["filename"]))) for part in self.rows.cache_files)
-        files = [self.files[row] for row in kept]
-        self.stamps = [stored if file is None else stamp_of(_status(Path(file))) for file in files]
+        self.captions, self.dropped = captions, len(texts) - len(kept_rows)
+        self.rows, self.kept = self.rows.select(kept_rows), kept_rows
+        self.sizes = [self.sizes[row] for row in kept_rows]
+        cache_stamps = " ".join(stamp_of(_status(Path(part["filename"]))) for part in self.rows.cache_files)
+        files = [self.files[row] for row in kept_rows]
+        self.stamps = [cache_stamps if file is None else stamp_of(_status(Path(file))) for file in files]
 
     def key(self, index: int) -> str:
         """Return the row's number."""

@@ -129,9 +129,9 @@ def describe_training(result: dict[str, Any]) -> str:
 
 def describe_cache(result: dict[str, Any]) -> str:
     """Return the content of a cache as text."""
-    kept = "the plain image" if not result["views"] else f"{result['views']} augmented views"
+    views_text = "the plain image" if not result["views"] else f"{result['views']} augmented views"
     return (
-        f"{result['folder']}: features of {result['images']} + {result['held_out']} images ({kept}, width "
+        f"{result['folder']}: features of {result['images']} + {result['held_out']} images ({views_text}, width "
         f"{result['width']}, float16), {result['captions']} captions as tokens\n"
         f"{result['unreadable']} unreadable, {result['left_out']} without text or file, "
         f"{count_noun(result['cut'], 'caption')} cut"

@@ -174,7 +174,7 @@ class LitConfig(SweepConfig):
 
 
 def resolve(
-    config_file: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any], say: Logger = discard_message
+    config_file: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any], log: Logger = discard_message
 ) -> Plain:
     """Merge the layers of the config; without data it becomes the demo's. What a duration changes goes to `say`.
 
@@ -183,7 +183,7 @@ def resolve(
     file, command = read_config(config_file) if config_file else {}, merge(flags, settings)
     source = last_given("data", "source", file, command) or "demo"
     shipped = "lit_demo" if source == "demo" else "lit"
-    return merge(merge_layers(read_config(shipped), file, command, shipped, say), {"data": {"source": source}})
+    return merge(merge_layers(read_config(shipped), file, command, shipped, log), {"data": {"source": source}})
 
 
 def finalize(config: LitConfig, demo_checkpoint: str | None = None) -> LitConfig:
@@ -215,7 +215,7 @@ def finalize(config: LitConfig, demo_checkpoint: str | None = None) -> LitConfig
     return config.model_copy(update={"backbone": backbone})
 
 
-def resolve_steps(config: LitConfig, images: int, say: Logger = discard_message) -> LitConfig:
+def resolve_steps(config: LitConfig, images: int, log: Logger = discard_message) -> LitConfig:
     """Return the config with its duration in steps: big_vision rounds epochs x images / batch, at least to one.
 
     Raises `DpnError` for a batch that is larger than the data set.
@@ -227,4 +227,4 @@ def resolve_steps(config: LitConfig, images: int, say: Logger = discard_message)
         )
     if config.batch_size == 1 and config.loss == "softmax":
         raise DpnError("--batch-size 1: the softmax loss of a pair without others is zero; use at least 2")
-    return resolve_training_steps(config, images / config.batch_size, say)
+    return resolve_training_steps(config, images / config.batch_size, log)

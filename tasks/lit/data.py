@@ -50,18 +50,18 @@ def open_pairs(source: CaptionSource) -> tuple[CaptionedImages, CaptionedImages]
     """Return the images to train on, and the ones to score retrieval on: the data set's own, or held out."""
     if source.val_place or has_split(source, "val"):
         return open_split(source, "train"), open_split(source, "val")
-    whole = open_split(source, "train")
-    count = len(whole.captions)
+    full_split = open_split(source, "train")
+    count = len(full_split.captions)
     share = max(int(count * HELD_OUT_SHARE), min(HELD_OUT_LEAST, int(count * HELD_OUT_MOST_SHARE)))
-    held = min(share, HELD_OUT_MOST) if source.val_fraction is None else round(count * source.val_fraction)
-    if not 0 < held < count:
+    held_out = min(share, HELD_OUT_MOST) if source.val_fraction is None else round(count * source.val_fraction)
+    if not 0 < held_out < count:
         raise DataError(
             f"--data {source.place}: {count} images are too few to hold some out; name others with --val-data"
         )
-    order = hash_order(whole)
-    train = Subset(whole, np.sort(order[:-held]))
-    train.dropped = whole.dropped
-    return train, Subset(whole, np.sort(order[-held:]))
+    order = hash_order(full_split)
+    train = Subset(full_split, np.sort(order[:-held_out]))
+    train.dropped = full_split.dropped
+    return train, Subset(full_split, np.sort(order[-held_out:]))
 
 
 def has_split(source: CaptionSource, split: str) -> bool:
@@ -89,8 +89,8 @@ def _open(source: CaptionSource, split: str) -> CaptionedImages:
         return ShardCaptions(place.removeprefix("wds:"), source.skip_bad)
     if is_hub(place):
         name, config = parse_hub_source(place)
-        own = _hub_split(place, split) or split
-        return HubCaptions(name, config, own, source.image_column, source.caption_column, source.skip_bad)
+        split_name = _hub_split(place, split) or split
+        return HubCaptions(name, config, split_name, source.image_column, source.caption_column, source.skip_bad)
     path = Path(place).expanduser()
     root = Path(source.images).expanduser() if source.images else path if path.is_dir() else path.parent
     if path.is_dir():

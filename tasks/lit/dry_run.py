@@ -43,11 +43,12 @@ def dry_run_training(run: Run[LitConfig], data: CaptionedImages, val: CaptionedI
     features, seconds = _encode(_small_sample(data), encoder, count_readers(config.runtime.workers, len(data.captions)))
     size, seed = config.batch_size, config.seed
 
-    def begin() -> DryRunSetup:
+    def build_setup() -> DryRunSetup:
         text = new_text_tower(config, tower, tokenizer)
         if config.cache.use:
-            again = torch.arange(size) % len(features)
-            batches = cached_batches(features, again, tokenize(_small_sample(data), tokenizer), size, seed, world)
+            repeated_rows = torch.arange(size) % len(features)
+            texts = tokenize(_small_sample(data), tokenizer)
+            batches = cached_batches(features, repeated_rows, texts, size, seed, world)
         else:
             texts = tokenize(data, tokenizer)
             batches = encoded_batches(data, encoder, texts, size, seed, world, steps=1, micro=BATCH)
@@ -61,7 +62,7 @@ def dry_run_training(run: Run[LitConfig], data: CaptionedImages, val: CaptionedI
     name, weights = summarize_network(tower)
     weights += 4 * sum(parameter.numel() for parameter in text.parameters())
     del text
-    cost = dry_run_fit(begin, name, run.folder.path, weights=weights)
+    cost = dry_run_fit(build_setup, name, run.folder.path, weights=weights)
     if not config.cache.use:
         return cost
     images = len(data.captions) + len(val.captions)
@@ -78,32 +79,32 @@ def _small_sample(data: CaptionedImages) -> CaptionedImages:
     return Subset(data, range(min(BATCH, len(data.captions))))
 
 
-def _read(few: CaptionedImages, size: Size, skip_bad: bool) -> Tensor:
-    with stream(few, partial(resize, size=size), BATCH, workers=0, skip_bad=skip_bad) as parts:
+def _read(samples: CaptionedImages, size: Size, skip_bad: bool) -> Tensor:
+    with stream(samples, partial(resize, size=size), BATCH, workers=0, skip_bad=skip_bad) as parts:
         return torch.cat([part.images for part in parts])
 
 
-def _encode(few: CaptionedImages, encoder: ImageEncoder, workers: int) -> tuple[Features, float]:
+def _encode(samples: CaptionedImages, encoder: ImageEncoder, workers: int) -> tuple[Features, float]:
     """Return the features of a few images and the seconds that they take, after one that warms up."""
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     with loaded_alone(workers):
-        images = _read(few, encoder.read_size, encoder.skip_bad)
-    read = time.perf_counter() - began
+        images = _read(samples, encoder.read_size, encoder.skip_bad)
+    read = time.perf_counter() - start_time
     encoder.encode_views(images[:1], [0])
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     features = encoder.encode_views(images, range(len(images)))
-    seconds = with_loading(time.perf_counter() - began, read, workers)
+    seconds = with_loading(time.perf_counter() - start_time, read, workers)
     return Features([features.half().numpy()], ()), seconds
 
 
-def _sampled(towers: Towers, encoder: ImageEncoder, few: CaptionedImages, scored: int) -> Sampled:
+def _sampled(towers: Towers, encoder: ImageEncoder, samples: CaptionedImages, scored: int) -> Sampled:
     """Return the encoding of a few held-out images and of their sentences."""
 
     def load() -> Tensor:
-        return _read(few, encoder.size, encoder.skip_bad)
+        return _read(samples, encoder.size, encoder.skip_bad)
 
     def evaluate() -> None:
         encoder.encode(load())
-        towers.encode_texts([text for texts in few.captions for text in texts])
+        towers.encode_texts([text for texts in samples.captions for text in texts])
 
-    return Sampled(len(few.captions), evaluate, load, end=scored)
+    return Sampled(len(samples.captions), evaluate, load, end=scored)

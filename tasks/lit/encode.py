@@ -59,18 +59,18 @@ def encoded(
 
     Without `root` nothing is kept. Raises as `cached_features` does.
     """
-    everything = list(range(len(data.captions)))
+    all_rows = list(range(len(data.captions)))
     if root is None:
         parts = []
-        at_once = encoder.batch_size or BATCH
-        for begin in range(0, len(everything), at_once):
-            some = everything[begin : begin + at_once]
+        chunk_size = encoder.batch_size or BATCH
+        for start in range(0, len(all_rows), chunk_size):
+            some = all_rows[start : start + chunk_size]
             parts.append(encoder.encode(torch.stack([resize(data.pixels(row), encoder.size) for row in some])).cpu())
-        return torch.cat(parts), everything
+        return torch.cat(parts), all_rows
     features = cached_features(data, encoder, root, world, console)
-    bad = set(features.bad)
-    good = [row for row in everything if row not in bad]
-    return features.rows(torch.tensor(good)).float(), good
+    unreadable = set(features.bad)
+    readable = [row for row in all_rows if row not in unreadable]
+    return features.rows(torch.tensor(readable)).float(), readable
 
 
 def retrieval_scores(
@@ -87,15 +87,15 @@ def retrieval_scores(
 
     The leading rank writes what a page shows of them to the folder `keep`.
     """
-    images, good = encoded(data, encoder, root, world, console)
-    owner = torch.tensor([index for index, row in enumerate(good) for _ in data.captions[row]])
+    images, readable = encoded(data, encoder, root, world, console)
+    owner = torch.tensor([index for index, row in enumerate(readable) for _ in data.captions[row]])
     with engine.precision_of(runtime, world.device):
-        texts = towers.encode_texts([text for row in good for text in data.captions[row]])
+        texts = towers.encode_texts([text for row in readable for text in data.captions[row]])
     scores = recalls(images.to(world.device), texts, owner.to(world.device))
     if keep and world.leads:
-        save_pairs(keep, data, good, images, texts.float().cpu(), owner)
-    counts = {"images": len(good), "captions": len(owner), "unreadable": len(data.captions) - len(good)}
-    return {**scores, "chance@5": chance(len(good), 5), **counts}
+        save_pairs(keep, data, readable, images, texts.float().cpu(), owner)
+    counts = {"images": len(readable), "captions": len(owner), "unreadable": len(data.captions) - len(readable)}
+    return {**scores, "chance@5": chance(len(readable), 5), **counts}
 
 
 def describe_retrieval(scores: dict[str, Any]) -> str:

@@ -21,33 +21,33 @@ def open_part(source: CaptionSource, split: str | None, facts: Mapping[str, Any]
     `facts` are what the towers' file tells of their training. Data that are the run's are split as the run did, with
     ``val`` as the default; ``all`` are those of a data set without splits of its own. Raises `DataError`.
     """
-    chosen = split or "val"
-    if chosen == "all":
+    split_name = split or "val"
+    if split_name == "all":
         if has_split(source, "val") or has_split(source, "test"):
             raise DataError(f"--split all: {source.place} has splits of its own; choose train, val or test")
         return open_split(source, "train"), None
-    own = _own_pairs(source, chosen, facts) if chosen in OWN else None
-    if own is not None:
-        return own[chosen], OWN[chosen]
-    return open_split(source, chosen), None
+    held_out_pairs = _own_pairs(source, split_name, facts) if split_name in OWN else None
+    if held_out_pairs is not None:
+        return held_out_pairs[split_name], OWN[split_name]
+    return open_split(source, split_name), None
 
 
 def _own_pairs(source: CaptionSource, split: str, facts: Mapping[str, Any]) -> dict[str, CaptionedImages] | None:
     """Split `source` as the run split its data; None where these are not the run's pairs, image for image."""
-    before = (facts.get("config") or {}).get("data") or {}
-    if not before or (split == "val" and has_split(source, "val") and not before.get("val_source")):
+    data_config = (facts.get("config") or {}).get("data") or {}
+    if not data_config or (split == "val" and has_split(source, "val") and not data_config.get("val_source")):
         return None
-    again = replace(
+    original = replace(
         source,
-        val_place=before.get("val_source"),
-        val_fraction=before.get("val_fraction"),
-        images=source.images or before.get("images"),
-        image_column=source.image_column or before.get("image_column"),
-        caption_column=source.caption_column or before.get("caption_column"),
-        skip_bad=bool(before.get("skip_bad_images")),
+        val_place=data_config.get("val_source"),
+        val_fraction=data_config.get("val_fraction"),
+        images=source.images or data_config.get("images"),
+        image_column=source.image_column or data_config.get("image_column"),
+        caption_column=source.caption_column or data_config.get("caption_column"),
+        skip_bad=bool(data_config.get("skip_bad_images")),
     )
     try:
-        pairs = dict(zip(("train", "val"), open_pairs(again), strict=True))
+        pairs = dict(zip(("train", "val"), open_pairs(original), strict=True))
     except (DataError, MissingError):
         return None
     return pairs if {name: data_fingerprint(part) for name, part in pairs.items()} == facts.get("data") else None

@@ -34,12 +34,11 @@ def evaluate(options: LitEvalOptions, console: Console) -> Json | None:
     Raises `DataError` when the data, the class names or the tokenizer do not belong to the run, `DpnError` when
     `output_dir` holds one.
     """
-    how = options.reading
     with signals.listen(signals.NO_RESULT), join(options.runtime.device) as world:
         if options.output_dir and world.leads:
             open_report(options.output_dir)
         towers = load_towers(options.run).to(world.device)
-        reading = ReadOptions(how.decode or towers.decoder, how.max_pixels)
+        reading = ReadOptions(options.reading.decode or towers.decoder, options.reading.max_pixels)
         scored = _retrieval if options.captioned else zeroshot
         result = {
             "task": "lit eval",
@@ -58,17 +57,17 @@ def zeroshot(towers: Towers, options: LitEvalOptions, reading: ReadOptions, worl
     """Return the accuracy on labelled images, with what it depends on. Raises `DataError`."""
     split, folders = open_labelled(options, reading)
     names, origin = class_names(folders, options.class_names)
-    chosen = options.prompts or ("demo" if options.source == "demo" else "clip_paper")
-    templates = prompt_set(chosen)
+    prompts = options.prompts or ("demo" if options.source == "demo" else "clip_paper")
+    templates = prompt_set(prompts)
     console.info(f"{len(split.labels)} images of {len(names)} classes; {count_noun(len(templates), 'prompt')} a class")
-    known = _count_overlap(towers, split, world, console)
+    overlap = _count_overlap(towers, split, world, console)
     run = Path(options.run).expanduser()
     nearest = NearestImages(names)
     with engine.precision_of(options.runtime, world.device):
         weights = classifier_of(towers, names, templates, run if (run / "run.json").is_file() else None, world)
-        with console.counting("lit eval", world.share(len(split.labels))) as done:
+        with console.counting("lit eval", world.share(len(split.labels))) as on_progress:
             scores = classify(
-                towers, weights, split, world, done=done, nearest=nearest,
+                towers, weights, split, world, on_progress=on_progress, nearest=nearest,
                 workers=options.runtime.workers, batch_size=options.batch_size, skip_bad=options.skip_bad_images,
             )  # fmt: skip
     if not options.force:
@@ -76,8 +75,8 @@ def zeroshot(towers: Towers, options: LitEvalOptions, reading: ReadOptions, worl
     best = nearest.gather()
     if options.output_dir and world.leads:
         save_prompts(options.output_dir, split, nearest, best)
-    result = _zeroshot_result(scores, split, names, origin, chosen, templates)
-    return {"split": options.split or "val", "trained_on": known.to_dict() if known else None, **result}
+    result = _zeroshot_result(scores, split, names, origin, prompts, templates)
+    return {"split": options.split or "val", "trained_on": overlap.to_dict() if overlap else None, **result}
 
 
 def open_labelled(options: LitEvalOptions, reading: ReadOptions) -> tuple[LabelledImages, Sequence[str]]:
@@ -85,23 +84,23 @@ def open_labelled(options: LitEvalOptions, reading: ReadOptions) -> tuple[Labell
     if options.source == "demo":
         split = SceneClasses(*DEMO_SPLITS["test"])
         return split, split.classes
-    where = image_source.ImageSource(
+    source = image_source.ImageSource(
         options.source, image_column=options.image_column, label_column=options.label_column, reading=reading
     )
-    chosen = options.split or "val"
-    if chosen == "all":
+    split_name = options.split or "val"
+    if split_name == "all":
         raise DataError("--split all: of captioned images only; choose train, val or test")
-    if chosen == "test" and not image_source.has_split(where, "test"):
+    if split_name == "test" and not image_source.has_split(source, "test"):
         raise DataError(f"--split test: --data {options.source} has no labelled test images; choose val or train")
-    return image_source.open_split(where, chosen)
+    return image_source.open_split(source, split_name)
 
 
 def _count_overlap(towers: Towers, split: LabelledImages, world: World, console: Console) -> Overlap | None:
     """Count the images that the text tower was trained on, and warn of them."""
-    known = count_overlap(split, towers.facts.get("trained_on"), world)
-    if warning := known and known.warning():
+    overlap = count_overlap(split, towers.facts.get("trained_on"), world)
+    if warning := overlap and overlap.warning():
         console.warn(warning)
-    return known
+    return overlap
 
 
 def _zeroshot_result(
@@ -125,14 +124,14 @@ def _retrieval(towers: Towers, options: LitEvalOptions, reading: ReadOptions, wo
     data, part = open_part(_captioned(options, reading), options.split, towers.facts)
     captions = sum(map(len, data.captions))
     console.info(f"{len(data.captions)} images with {captions} captions" + (f", {part}" if part else ""))
-    known = _count_overlap(towers, data, world, console)
+    overlap = _count_overlap(towers, data, world, console)
     skip, rows = options.skip_bad_images, options.batch_size
     encoder = image_encoder(towers.image, options.runtime, world, skip_bad=skip, batch_size=rows)
     root = cache_root(options.cache_dir)
     return {
         "split": options.split or "val",
         "part": part,
-        "trained_on": known.to_dict() if known else None,
+        "trained_on": overlap.to_dict() if overlap else None,
         "retrieval": retrieval_scores(
             towers, data, encoder, root, options.runtime, world, console, keep=options.output_dir
         ),
@@ -153,8 +152,8 @@ def _captioned(options: LitEvalOptions, reading: ReadOptions) -> CaptionSource:
 
 def describe_scores(result: Json) -> str:
     """Return the result as text."""
-    known = result["trained_on"] and Overlap(**result["trained_on"]).warning()
-    warned = f"\nWARNING: {known}" if known else ""
+    overlap_warning = result["trained_on"] and Overlap(**result["trained_on"]).warning()
+    warned = f"\nWARNING: {overlap_warning}" if overlap_warning else ""
     if "retrieval" in result:
         part = f"{result['part']}: " if result["part"] else ""
         return part + describe_retrieval(result["retrieval"]) + warned

@@ -27,12 +27,13 @@ def export(place: str, folder: Path) -> Json:
     images = torch.randint(256, (PROOF_IMAGES, 3, *size), generator=torch.Generator().manual_seed(PROOF_SEED))
     digest = save_towers(towers, folder / WEIGHTS)
     # A hundred thousand characters of digests stay in the weights' file, for 'dpn lit eval' alone.
-    shown = {key: value for key, value in towers.facts.items() if key != "trained_on"}
-    replace_json(folder / "config.json", {**describe_towers(towers), "facts": shown, "sha256": digest})
-    again = load_towers(str(folder)).to(torch.device("cpu"))
+    metadata = {key: value for key, value in towers.facts.items() if key != "trained_on"}
+    replace_json(folder / "config.json", {**describe_towers(towers), "facts": metadata, "sha256": digest})
+    reloaded = load_towers(str(folder)).to(torch.device("cpu"))
     texts = ["a red circle", "two small objects"]
-    same = torch.equal(towers.encode_images(images.to(torch.uint8)), again.encode_images(images.to(torch.uint8)))
-    if not same or not torch.equal(towers.encode_texts(texts), again.encode_texts(texts)):
+    pixels = images.to(torch.uint8)
+    are_equal = torch.equal(towers.encode_images(pixels), reloaded.encode_images(pixels))
+    if not are_equal or not torch.equal(towers.encode_texts(texts), reloaded.encode_texts(texts)):
         raise DpnError(f"{folder}: loaded again, the towers give other features")
     replace_text(folder / "README.md", model_card(towers, digest))
     return {"path": str(folder / WEIGHTS), "config": str(folder / "config.json"), "digest": digest}

@@ -72,10 +72,10 @@ class Features:
         index = rows.numpy()
         view = np.zeros_like(index) if views is None else views.numpy()
         features = np.empty((len(index), self.width), dtype=np.float16)
-        shard, inside = np.divmod(index, len(self.shards[0]))
+        shard, offsets = np.divmod(index, len(self.shards[0]))
         for number in np.unique(shard):
-            here = np.flatnonzero(shard == number)
-            features[here] = self.shards[number][inside[here], view[here]]
+            positions = np.flatnonzero(shard == number)
+            features[positions] = self.shards[number][offsets[positions], view[positions]]
         return torch.from_numpy(features)
 
 

@@ -44,14 +44,14 @@ class ContrastiveLoss(CrossBatchLoss):
                 loss = (loss + self._over_rows(features, images, first)) / 2
         return loss / len(image)
 
-    def _over_rows(self, rows: Tensor, others: Tensor, first: int) -> Tensor:
+    def _over_rows(self, rows: Tensor, other_rows: Tensor, first: int) -> Tensor:
         total = torch.zeros((), device=rows.device)
-        for begin in range(0, len(rows), ROWS):
-            part = rows[begin : begin + ROWS]
+        for start in range(0, len(rows), ROWS):
+            part = rows[start : start + ROWS]
             if len(rows) <= ROWS:
-                total = total + self.rows_loss(part, others, first + begin)
+                total = total + self.rows_loss(part, other_rows, first + start)
             else:  # the logits are computed again in the backward pass instead of being kept
-                total = total + checkpoint(self.rows_loss, part, others, first + begin, use_reentrant=False)
+                total = total + checkpoint(self.rows_loss, part, other_rows, first + start, use_reentrant=False)
         return total
 
 
@@ -60,15 +60,15 @@ def with_bias_column(image: Tensor, text: Tensor) -> Tensor:
     return F.pad(image, (0, text.shape[-1] - image.shape[-1]), value=1.0)
 
 
-def softmax_rows(rows: Tensor, others: Tensor, first: int) -> Tensor:
+def softmax_rows(rows: Tensor, other_rows: Tensor, first: int) -> Tensor:
     """Return the summed cross-entropy of rows (n, d) against all (m, d), of which number `first` + i belongs to i."""
     target = torch.arange(first, first + len(rows), device=rows.device)
-    return F.cross_entropy(rows @ others.T, target, reduction="sum")
+    return F.cross_entropy(rows @ other_rows.T, target, reduction="sum")
 
 
-def sigmoid_rows(rows: Tensor, others: Tensor, first: int) -> Tensor:
+def sigmoid_rows(rows: Tensor, other_rows: Tensor, first: int) -> Tensor:
     """Return the summed binary cross-entropy of every pair of rows (n, d) with all (m, d)."""
-    logits = rows @ others.T
+    logits = rows @ other_rows.T
     sign = torch.full_like(logits, -1.0)
     sign[:, first : first + len(rows)].fill_diagonal_(1.0)
     return -F.logsigmoid(sign * logits).sum()

@@ -59,14 +59,14 @@ def findings(run: RunRecord, prefix: str) -> Findings:
 
 
 def _retrieval(result: Json, retrieval: Json, prefix: str) -> PageSection:
-    at = sorted(int(key.partition("@")[2]) for key in retrieval if key.startswith("image_to_text@"))
-    series = [Series(name, at, [retrieval[f"{way}@{k}"] for k in at]) for way, name in WAYS.items()]
+    ks = sorted(int(key.partition("@")[2]) for key in retrieval if key.startswith("image_to_text@"))
+    series = [Series(name, ks, [retrieval[f"{way}@{k}"] for k in ks]) for way, name in WAYS.items()]
     images = retrieval["images"]
-    series.append(Series("chance", at, [100 * min(1.0, k / images) for k in at]))
-    rows: list[list[Cell]] = [[one.name, *(float(value) for value in one.y)] for one in series]
+    series.append(Series("chance", ks, [100 * min(1.0, k / images) for k in ks]))
+    rows: list[list[Cell]] = [[line.name, *(float(value) for value in line.y)] for line in series]
     table = Table(
         f"Recall in % of {images} images and {retrieval['captions']} captions",
-        ("direction", *(f"R@{k}" for k in at)),
+        ("direction", *(f"R@{k}" for k in ks)),
         rows,
         note=_temperature(result),
         name="retrieval",
@@ -82,10 +82,10 @@ def _temperature(result: dict[str, Any]) -> str:
 
 def _similarities(folder: Path, prefix: str) -> list[PageSection]:
     """Return the cosines of some captions and images, each caption with its own image on the diagonal."""
-    kept = read_object(folder / "captions.json")
-    if kept is None:
+    saved = read_object(folder / "captions.json")
+    if saved is None:
         return []
-    pairs = kept["pairs"]
+    pairs = saved["pairs"]
     numbers = [str(number) for number in range(1, len(pairs["images"]) + 1)]
     rows = [f"{number} {caption}" for number, caption in zip(numbers, pairs["captions"], strict=True)]
     chart = HeatMap(
@@ -99,25 +99,25 @@ def _similarities(folder: Path, prefix: str) -> list[PageSection]:
         caption="Pairs that belong together are on the diagonal, which should be the brightest of its row and column.",
     )
     images = [
-        PageImage(data, [said, one["image"]])
-        for said, one in zip(rows, pairs["images"], strict=True)
-        if (data := _image(folder, "captions", one["row"]))
+        PageImage(data, [caption, image["image"]])
+        for caption, image in zip(rows, pairs["images"], strict=True)
+        if (data := _image(folder, "captions", image["row"]))
     ]
     return [PageSection("Similarity", [chart, Gallery("The pairs", images)])]
 
 
 def _nearest(folder: Path, name: str) -> list[PageSection]:
     """Return for some texts the images that are nearest to them."""
-    kept = read_object(folder / f"{name}.json")
-    if kept is None:
+    saved = read_object(folder / f"{name}.json")
+    if saved is None:
         return []
     parts: list[Part] = []
-    for query in kept["queries"]:
+    for query in saved["queries"]:
         images = []
-        for one in query["nearest"]:
-            said = "right" if one["right"] else "is " + one["is"] if "is" in one else "of another caption"
-            if data := _image(folder, name, one["row"]):
-                images.append(PageImage(data, [f"{one['cosine']:.3f}, {said}", one["image"]]))
+        for match in query["nearest"]:
+            verdict = "right" if match["right"] else "is " + match["is"] if "is" in match else "of another caption"
+            if data := _image(folder, name, match["row"]):
+                images.append(PageImage(data, [f"{match['cosine']:.3f}, {verdict}", match["image"]]))
         parts.append(Gallery(query["text"], images))
     note = TextBlock("Cosines; the nearest image comes first.")
     return [PageSection(NEAREST[name], [note, *parts])]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +47,23 @@ def save_pairs(
     firsts = [int((owner == place).nonzero()[0]) for place in places]
     captions = [data.captions[good[place]][0] for place in places]
     similarity = texts[firsts] @ images[places].T
-    asked = spread(len(places), TEXTS)
-    best = (texts[[firsts[one] for one in asked]] @ images.T).topk(min(NEAREST, len(good)), dim=-1)
+    text_rows = spread(len(places), TEXTS)
+    queries_by_row = texts[[firsts[row_index] for row_index in text_rows]]
+    best = (queries_by_row @ images.T).topk(min(NEAREST, len(good)), dim=-1)
     queries = []
-    for one, values, found in zip(asked, best.values.tolist(), best.indices.tolist(), strict=True):
+    for row_index, values, neighbours in zip(text_rows, best.values.tolist(), best.indices.tolist(), strict=True):
         nearest = [
-            {"row": good[place], "image": data.where(good[place]), "cosine": cosine, "right": place == places[one]}
-            for place, cosine in zip(found, values, strict=True)
+            {
+                "row": good[place],
+                "image": data.where(good[place]),
+                "cosine": cosine,
+                "right": place == places[row_index],
+            }
+            for place, cosine in zip(neighbours, values, strict=True)
         ]
-        queries.append({"text": captions[one], "nearest": nearest})
-    shown = [{"row": good[place], "image": data.where(good[place])} for place in places]
-    pairs = {"images": shown, "captions": captions, "similarity": similarity.tolist()}
+        queries.append({"text": captions[row_index], "nearest": nearest})
+    images_shown = [{"row": good[place], "image": data.where(good[place])} for place in places]
+    pairs = {"images": images_shown, "captions": captions, "similarity": similarity.tolist()}
     _write(folder, "captions", data, {"pairs": pairs, "queries": queries})
 
 
@@ -70,25 +77,26 @@ class NearestImages:
     def see(self, rows: Sequence[int], cosines: Tensor) -> None:
         """Take images with their rows in the split and their cosines (b, classes)."""
         for place, values in enumerate(cosines[:, self.columns].T.tolist()):
-            found = [(-value, row) for value, row in zip(values, rows, strict=True)]
-            self.best[place] = sorted(self.best[place] + found)[:NEAREST]
+            candidates = [(-value, row) for value, row in zip(values, rows, strict=True)]
+            self.best[place] = sorted(self.best[place] + candidates)[:NEAREST]
 
     def gather(self) -> list[list[tuple[float, int]]]:
         """Return of each class the rows nearest to it with minus their cosines, over all ranks, which all call it."""
         ranks = distributed.from_all(self.best)
-        return [sorted(one for part in parts for one in part)[:NEAREST] for parts in zip(*ranks, strict=True)]
+        candidates = (chain.from_iterable(parts) for parts in zip(*ranks, strict=True))
+        return [sorted(of_class)[:NEAREST] for of_class in candidates]
 
 
 def save_prompts(
-    folder: Path, split: LabelledImages, found: NearestImages, best: list[list[tuple[float, int]]]
+    folder: Path, split: LabelledImages, nearest: NearestImages, best: list[list[tuple[float, int]]]
 ) -> None:
     """Write the images nearest to the prompts of some classes; `best` is what `NearestImages.gather` returns.
 
     Raises `SaveError`.
     """
-    queries, labels, names = [], split.labels, found.names
-    for column, several in zip(found.columns, best, strict=True):
-        nearest = [
+    queries, labels, names = [], split.labels, nearest.names
+    for column, matches in zip(nearest.columns, best, strict=True):
+        images = [
             {
                 "row": row,
                 "image": split.where(row),
@@ -96,18 +104,21 @@ def save_prompts(
                 "right": labels[row] == column,
                 "is": names[labels[row]],
             }
-            for value, row in several
+            for value, row in matches
         ]
-        queries.append({"text": names[column], "nearest": nearest})
+        queries.append({"text": names[column], "nearest": images})
     _write(folder, "prompts", split, {"queries": queries})
 
 
-def _write(folder: Path, name: str, data: LabelledImages, described: Json) -> None:
+def _write(folder: Path, name: str, data: LabelledImages, description: Json) -> None:
     if (folder / f"{name}.json").is_file():
         for path in (folder / name).glob("*.jpg"):
             path.unlink()
-    shown = [*described.get("pairs", {}).get("images", ()), *(o for q in described["queries"] for o in q["nearest"])]
-    for row in sorted({one["row"] for one in shown}):
+    entries = [
+        *description.get("pairs", {}).get("images", ()),
+        *(o for q in description["queries"] for o in q["nearest"]),
+    ]
+    for row in sorted({entry["row"] for entry in entries}):
         image = thumbnail(data.pixels(row))
         replace_file(folder / name / f"{row}.jpg", partial(Path.write_bytes, data=image))
-    replace_json(folder / f"{name}.json", described)
+    replace_json(folder / f"{name}.json", description)

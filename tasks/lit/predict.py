@@ -37,36 +37,40 @@ def predict(options: ZeroShotOptions, console: Console) -> Predictions:
     names = [name.strip() for name in options.labels.split(",") if canonicalize_text(name)]
     if not names:
         raise DpnError('--labels: no label in it; write them with commas, e.g. --labels "a red circle,a blue square"')
-    how, runtime = options.reading, options.runtime
+    runtime = options.runtime
     with signals.listen(signals.NO_RESULT), join(runtime.device) as world:
         refuse_ranks(world, "lit predict")
         towers = load_towers(options.run, "dpn lit predict").to(world.device)
-        found = Predictions(find_image_files(options.images), options.written, console)
-        reading = ReadOptions(how.decode or towers.decoder, how.max_pixels)
+        predictions = Predictions(find_image_files(options.images), options.written, console)
+        reading = ReadOptions(options.reading.decode or towers.decoder, options.reading.max_pixels)
         autocast = engine.precision_of(runtime, world.device)
         with autocast:
             classes = build_classifier(towers, names, prompt_set(options.prompts))
         resized = partial(resize, size=towers.image.config.image_size)
-        batches = found.read(
+        batches = predictions.read(
             reading, resized, batch_size=options.batch_size, workers=runtime.workers, label="lit predict"
         )
         with closing(batches):
             for part in batches:
                 with autocast:
-                    features = towers.encode_images(torch.stack([one.prepared for one in part]))
+                    features = towers.encode_images(torch.stack([image.prepared for image in part]))
                 cosine = features @ classes.T
                 chances = towers.probabilities(cosine)
                 best = cosine.topk(min(options.top, len(names)), dim=-1).indices
-                for one, row, values, chance in zip(
+                for image, row, values, probability in zip(
                     part, best.tolist(), cosine.tolist(), chances.tolist(), strict=True
                 ):
-                    labels = [{"label": names[i], "cosine": values[i], "probability": chance[i]} for i in row]
-                    found.add({"image": str(one.path), "labels": labels}, one.small)
-        predicted = tally("What was predicted", "label", (result["labels"][0]["label"] for result in found.results))
-        found.write("dpn lit predict", options.run, [predicted], _lines)
-    return found
+                    labels = [{"label": names[i], "cosine": values[i], "probability": probability[i]} for i in row]
+                    predictions.add({"image": str(image.path), "labels": labels}, image.small)
+        predicted = tally(
+            "What was predicted", "label", (result["labels"][0]["label"] for result in predictions.results)
+        )
+        predictions.write("dpn lit predict", options.run, [predicted], _lines)
+    return predictions
 
 
 def _lines(result: Json) -> Sequence[str]:
-    labels = [f"{one['label']} {one['probability']:.1%}, cosine {one['cosine']:+.3f}" for one in result["labels"]]
+    labels = [
+        f"{label['label']} {label['probability']:.1%}, cosine {label['cosine']:+.3f}" for label in result["labels"]
+    ]
     return [*labels[:MOST_LINES], result["image"]]

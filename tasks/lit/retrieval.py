@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dpn_cli.run import signals
 
-AT = (1, 5, 10)
+KS = (1, 5, 10)
 ROWS = 512  # whose similarities to everything exist at one time
 
 
@@ -23,27 +23,27 @@ def recalls(images: Tensor, texts: Tensor, owner: Tensor) -> dict[str, float]:
         owner: which image (m,) each text belongs to; every image has one.
     """
     to_text, to_image = [], []
-    for begin in range(0, len(images), ROWS):
+    for start in range(0, len(images), ROWS):
         signals.check_here()
-        rows = torch.arange(begin, min(begin + ROWS, len(images)), device=images.device)
-        own = owner[None, :] == rows[:, None]
-        to_text.append(_best_ranks(images[rows] @ texts.T, own))
-    for begin in range(0, len(texts), ROWS):
+        rows = torch.arange(start, min(start + ROWS, len(images)), device=images.device)
+        is_match = owner[None, :] == rows[:, None]
+        to_text.append(_best_ranks(images[rows] @ texts.T, is_match))
+    for start in range(0, len(texts), ROWS):
         signals.check_here()
-        part = slice(begin, begin + ROWS)
-        own = torch.arange(len(images), device=images.device)[None, :] == owner[part, None]
-        to_image.append(_best_ranks(texts[part] @ images.T, own))
+        part = slice(start, start + ROWS)
+        is_match = torch.arange(len(images), device=images.device)[None, :] == owner[part, None]
+        to_image.append(_best_ranks(texts[part] @ images.T, is_match))
     ways = {"image_to_text": torch.cat(to_text), "text_to_image": torch.cat(to_image)}
-    return {f"{way}@{k}": 100 * (ranks < k).double().mean().item() for way, ranks in ways.items() for k in AT}
+    return {f"{way}@{k}": 100 * (ranks < k).double().mean().item() for way, ranks in ways.items() for k in KS}
 
 
-def _best_ranks(similarity: Tensor, own: Tensor) -> Tensor:
+def _best_ranks(similarity: Tensor, is_match: Tensor) -> Tensor:
     """Return how many columns come before the best of a row's own ones (b,), for similarities (b, n)."""
-    best, place = similarity.masked_fill(~own, -torch.inf).max(-1, keepdim=True)
-    first = (own & (similarity == best)).int().argmax(-1, keepdim=True)
-    before = torch.arange(similarity.shape[-1], device=place.device) < first
+    best, place = similarity.masked_fill(~is_match, -torch.inf).max(-1, keepdim=True)
+    first = (is_match & (similarity == best)).int().argmax(-1, keepdim=True)
+    is_earlier = torch.arange(similarity.shape[-1], device=place.device) < first
     # NaN ranks first, so NaN features never score.
-    return (~(similarity <= best) | ((similarity == best) & before)).sum(-1)
+    return (~(similarity <= best) | ((similarity == best) & is_earlier)).sum(-1)
 
 
 def chance(images: int, k: int) -> float:

@@ -33,48 +33,52 @@ def search(options: SearchOptions, console: Console) -> Predictions | None:
     """
     if not canonicalize_text(options.query):
         raise DpnError("--query: an empty sentence")
-    how, runtime = options.reading, options.runtime
+    reading, runtime = options.reading, options.runtime
     with signals.listen(signals.NO_RESULT), join(runtime.device) as world:
         towers = load_towers(options.run, "dpn lit search").to(world.device)
-        found = Predictions(find_image_files([options.images]), PredictionFiles(html=options.html), console)
-        files = images_in(options.images, found.paths, options.query, found.leave_out)
-        found.check_any()
-        files.reading = ReadOptions(how.decode or towers.decoder, how.max_pixels)
+        predictions = Predictions(find_image_files([options.images]), PredictionFiles(html=options.html), console)
+        files = images_in(options.images, predictions.paths, options.query, predictions.leave_out)
+        predictions.check_any()
+        files.reading = ReadOptions(reading.decode or towers.decoder, reading.max_pixels)
         encoder = image_encoder(towers.image, runtime, world, skip_bad=True, batch_size=options.batch_size)
-        features, good = encoded(files, encoder, cache_root(options.cache_dir), world, console)
+        features, readable = encoded(files, encoder, cache_root(options.cache_dir), world, console)
         with engine.precision_of(runtime, world.device):
             sentence = build_classifier(towers, [options.query], prompt_set("plain"))
         if not world.leads:
             return None
-        for row in sorted(set(range(len(files.keys))) - set(good)):
-            found.leave_out(files.path(row), problem_of(files, row))
+        for row in sorted(set(range(len(files.keys))) - set(readable)):
+            predictions.leave_out(files.path(row), problem_of(files, row))
         cosine = (features.to(world.device) @ sentence.T)[:, 0]
-        best = cosine.topk(min(options.top, len(good)))
-        found.results += [
-            {"image": files.where(good[row]), "cosine": value}
+        best = cosine.topk(min(options.top, len(readable)))
+        predictions.results += [
+            {"image": files.where(readable[row]), "cosine": value}
             for row, value in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ]
         if options.html:
-            paths = [files.path(good[row]) for row in best.indices.tolist()]
-            shown = list(thumbnails(paths, files.reading, runtime.workers))
-            _write_found(options.html, options, found, shown, len(good))
-    return found
+            paths = [files.path(readable[row]) for row in best.indices.tolist()]
+            thumbnails_by_place = list(thumbnails(paths, files.reading, runtime.workers))
+            _write_found(options.html, options, predictions, thumbnails_by_place, len(readable))
+    return predictions
 
 
 def _write_found(
-    file: Path, options: SearchOptions, found: Predictions, shown: Sequence[tuple[int, bytes]], count: int
+    file: Path,
+    options: SearchOptions,
+    predictions: Predictions,
+    thumbnails_by_place: Sequence[tuple[int, bytes]],
+    count: int,
 ) -> None:
-    """Write the page of a search among `count` images; `shown` are thumbnails with their places in the results."""
-    nearest = found.results
+    """Write the page of a search among `count` images; thumbnails come with their places in the results."""
+    nearest = predictions.results
     facts: list[tuple[str, Cell]] = [("query", options.query), ("network", options.run)]
     facts += [("folder", str(options.images)), ("images in it", count)]
     images = [
         PageImage(small, [f"{place + 1}. cosine {nearest[place]['cosine']:.3f}", nearest[place]["image"]])
-        for place, small in shown
+        for place, small in thumbnails_by_place
     ]
     title = f"The {len(images)} nearest images, the nearest first" if len(images) > 1 else "The nearest image"
-    said = PageSection("Search", [*found.left_out(), Table("", ("", ""), facts)])
-    write_gallery(file, f"dpn lit search: {options.query}", said, Gallery(title, images))
+    section = PageSection("Search", [*predictions.left_out(), Table("", ("", ""), facts)])
+    write_gallery(file, f"dpn lit search: {options.query}", section, Gallery(title, images))
 
 
 def images_in(

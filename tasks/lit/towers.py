@@ -71,8 +71,8 @@ class Towers:
         """Return unit features (n, d) in float32."""
         device = self.text.log_temperature.device
         parts = []
-        for begin in range(0, len(texts), TEXTS):
-            tokens, _ = self.tokenizer.encode(texts[begin : begin + TEXTS])
+        for start in range(0, len(texts), TEXTS):
+            tokens, _ = self.tokenizer.encode(texts[start : start + TEXTS])
             parts.append(in_chunks(self.text.encode, torch.from_numpy(tokens).long().to(device)))
         return torch.cat(parts)
 
@@ -112,7 +112,7 @@ def load_towers(place: str, command: str = "dpn lit eval") -> Towers:
         raise DataError(f"{place}: not the folder of a LiT run")
     try:
         tensors, metadata = read_weights(path)
-        described = json.loads(metadata[KEY])
+        description = json.loads(metadata[KEY])
         if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
             raise ValueError("weights that are NaN or infinite")
     except DataError as error:
@@ -120,13 +120,13 @@ def load_towers(place: str, command: str = "dpn lit eval") -> Towers:
     except (OSError, SafetensorError, ValueError) as error:
         raise DataError(f"{place}: not a file of two LiT towers ({' '.join(str(error).split())[:120]})") from error
     try:
-        return _build(described, tensors, str(path))
+        return _build(description, tensors, str(path))
     except (KeyError, RuntimeError, TypeError) as error:
         raise DataError(f"{place}: its towers are damaged ({' '.join(str(error).split())[:120]})") from error
 
 
-def _build(described: dict[str, Any], tensors: dict[str, Tensor], place: str) -> Towers:
-    image, text, about = described["image"], described["text"], described["tokenizer"]
+def _build(description: dict[str, Any], tensors: dict[str, Tensor], place: str) -> Towers:
+    image, text, about = description["image"], description["text"], description["tokenizer"]
     source = ours.read(Contents(_under("image.", tensors), {ours.KEY: image[ours.KEY]}))
     source.source = place
     model = tensors.get("tokenizer.model")
@@ -146,8 +146,8 @@ def _build(described: dict[str, Any], tensors: dict[str, Tensor], place: str) ->
     )
     tower.load_state_dict(_under("text.", tensors))
     backbone = load_backbone(checkpoint=source, stem=None, image_size=tuple(image["image_size"]))
-    decoder = described.get("decoder", "pillow")  # what made the pixels before files said it
-    return Towers(backbone, tower, tokenizer, described["loss"], described["facts"], decoder)
+    decoder = description.get("decoder", "pillow")  # what made the pixels before files said it
+    return Towers(backbone, tower, tokenizer, description["loss"], description["facts"], decoder)
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -66,26 +66,26 @@ def train(run: Run[LitConfig]) -> Json:
     pairs, val = open_pairs(source_of(config))
     tokenizer = open_tokenizer(config.text.tokenizer, config.text.context, config.text.clean)
     tower = load_tower(config, world)
-    before = digest_of(tower)
-    facts = _check_data(pairs, val, open_zeroshot(config), tokenizer, before, folder, world)
+    initial_digest = digest_of(tower)
+    facts = _check_data(pairs, val, open_zeroshot(config), tokenizer, initial_digest, folder, world)
     if world.leads:
         folder.update(backbone=tower.report.to_dict(), **{DIGEST: None})
     console.info(tower.report.summary())
     plain = replace(encoder_of(config, tower, world), views=0)
     root = cache_root(config.cache.folder) if config.cache.use else None
     if not distributed.from_leader((folder.path / WEIGHTS).is_file()):
-        resolve_steps(config, len(pairs.captions))  # what cannot be trained is told before anything is encoded
+        resolve_steps(config, len(pairs.captions))  # raises before anything is encoded
         if root:  # and an unreadable image to be scored on before anything is trained
             cached_features(val, plain, root, world, console)
         training = _TextTraining(run, pairs, tower, tokenizer, facts)
         with run.outputs("lit", run.tracker(config.runtime.report_to)) as outputs:
             job = job_of(training.config, training.text, training.batches(), world, outputs)
-            done = engine.fit(engine.prepare(training.text, config.runtime, world), job)
-        training.keep(done)
+            fit_result = engine.fit(engine.prepare(training.text, config.runtime, world), job)
+        training.keep(fit_result)
     towers = load_towers(str(folder.path)).to(world.device)
-    if digest_of(tower) != before:
+    if digest_of(tower) != initial_digest:
         raise DpnError(f"{folder.path}: the training changed the frozen image tower; its result is invalid")
-    if digest_of(towers.image) != before:
+    if digest_of(towers.image) != initial_digest:
         raise DataError(f"{folder.path / WEIGHTS}: holds another image tower than the run's; start another run with -o")
     scores = retrieval_scores(towers, val, plain, root, config.runtime, world, console, keep=folder.path)
     result = {
@@ -101,7 +101,7 @@ def train(run: Run[LitConfig]) -> Json:
         "timing": folder.timing,
         "steps": towers.facts["steps"],
         "batch_size": config.batch_size,
-        "image_tower": before,
+        "image_tower": initial_digest,
         "data": facts["data"],
         DIGEST: file_digest(folder.path / WEIGHTS),
         "decoder": val.reading.versions(),
@@ -152,7 +152,7 @@ def _check_data(
     }
     if labelled:
         facts["data"]["zeroshot"] = fingerprint(labelled)
-    before = distributed.from_leader(folder.facts)
+    saved_facts = distributed.from_leader(folder.facts)
     words = {
         "data": "images have",
         "captions": "captions have",
@@ -160,7 +160,7 @@ def _check_data(
         "image_tower": "image tower's weights have",
     }
     for name, word in words.items():
-        if name in before and before[name] != facts[name]:
+        if name in saved_facts and saved_facts[name] != facts[name]:
             raise DataError(f"{folder.path}: the {word} changed since this run began; start another with -o")
     if world.leads:
         folder.update(device=describe_device(world.device), ranks=world.size, status="running", **facts)
@@ -199,19 +199,19 @@ def _prepare(
     """Return the cached features (None without a cache), which images they are of, and all captions as tokens."""
     root = cache_root(config.cache.folder)
     features = cached_features(data, encoder, root, world, console) if config.cache.use else None
-    bad = set(features.bad) if features else set()
-    good = torch.tensor([row for row in range(len(data.captions)) if row not in bad], dtype=torch.long)
+    unreadable = set(features.bad) if features else set()
+    readable = torch.tensor([row for row in range(len(data.captions)) if row not in unreadable], dtype=torch.long)
     if world.leads:
         tokenize(data, tokenizer, root)
     distributed.barrier()
     texts = tokenize(data, tokenizer, root)
     console.info(
-        f"{len(good)} images with {texts.count(good)} captions to train on; {texts.cut} captions are longer than "
-        f"{tokenizer.context} tokens and are cut, their end token kept"
+        f"{len(readable)} images with {texts.count(readable)} captions to train on; {texts.cut} captions are longer "
+        f"than {tokenizer.context} tokens and are cut, their end token kept"
     )
-    if bad or data.dropped:
-        console.warn(f"{len(bad)} unreadable images and {data.dropped} without text or file are left out")
-    return features, good, texts
+    if unreadable or data.dropped:
+        console.warn(f"{len(unreadable)} unreadable images and {data.dropped} without text or file are left out")
+    return features, readable, texts
 
 
 def job_of(
@@ -257,10 +257,10 @@ class _TextTraining:
             )  # fmt: skip
         return cached_batches(self.features, self.good, self.texts, config.batch_size, config.seed, world)
 
-    def keep(self, done: engine.FitResult) -> None:
+    def keep(self, result: engine.FitResult) -> None:
         """Write both towers' file."""
         config, data, good, world = self.config, self.data, self.good, self.run.world
-        loss = distributed.reduce_over_ranks(torch.tensor(done.loss)).item() / world.size
+        loss = distributed.reduce_over_ranks(torch.tensor(result.loss)).item() / world.size
         path = self.run.folder.path
         trained = {
             "arch": self.tower.config.arch,
@@ -276,7 +276,7 @@ class _TextTraining:
         }
         if world.leads:
             towers = Towers(self.tower, self.text, self.tokenizer, config.loss, trained, data.reading.decoder)
-            self.run.folder.note_time(done.seconds, done.wait_seconds)
+            self.run.folder.note_time(result.seconds, result.wait_seconds)
             save_towers(towers, path / WEIGHTS)
             Checkpoints(path / "checkpoints").clear()
         distributed.barrier()

@@ -45,12 +45,14 @@ def prompt_set(name: str) -> tuple[str, ...]:
     """
     from open_clip.zero_shot_metadata import OPENAI_IMAGENET_TEMPLATES, SIMPLE_IMAGENET_TEMPLATES
 
-    known = {"clip_paper": OPENAI_IMAGENET_TEMPLATES, "clip_best": SIMPLE_IMAGENET_TEMPLATES, "plain": ()}
-    if name in known:  # big_vision adds the bare name to both of CLIP's lists
-        return (*(template("{}") for template in known[name]), "{}")
+    prompt_sets = {"clip_paper": OPENAI_IMAGENET_TEMPLATES, "clip_best": SIMPLE_IMAGENET_TEMPLATES, "plain": ()}
+    if name in prompt_sets:  # big_vision adds the bare name to both of CLIP's lists
+        return (*(template("{}") for template in prompt_sets[name]), "{}")
     if name == "demo":
         return _demo_prompts()
-    lines = _lines(name, f"--prompts {name}", f"choose {', '.join(known)}, demo, or a file with a template a line")
+    lines = _lines(
+        name, f"--prompts {name}", f"choose {', '.join(prompt_sets)}, demo, or a file with a template a line"
+    )
     without = [line for line in lines if "{}" not in line]
     if without:
         raise DataError(f"--prompts {name}: {without[0]!r} has no {{}} for the class name")
@@ -122,24 +124,24 @@ def build_classifier(towers: Towers, names: Sequence[str], templates: Sequence[s
     text tower at once and does not heed stop signals.
     """
     weights = []
-    for begin in range(0, len(names), CLASSES):
+    for start in range(0, len(names), CLASSES):
         signals.check_here()
-        prompts = prompts_of(names[begin : begin + CLASSES], templates)
-        features = towers.encode_texts([text for several in prompts for text in several])
+        prompts = prompts_of(names[start : start + CLASSES], templates)
+        features = towers.encode_texts([text for texts in prompts for text in texts])
         weights.append(F.normalize(features.reshape(len(prompts), len(templates), -1).mean(1), dim=-1))
     return torch.cat(weights)
 
 
 def classifier_of(
-    towers: Towers, names: Sequence[str], templates: Sequence[str], kept: Path | None, world: World
+    towers: Towers, names: Sequence[str], templates: Sequence[str], cache_folder: Path | None, world: World
 ) -> Tensor:
     """Return the classifier, from the folder `kept` where it was built before of the same tower, names and prompts."""
-    if kept is None:
+    if cache_folder is None:
         return build_classifier(towers, names, templates)
     device = towers.text.log_temperature.device
     bf16 = torch.is_autocast_enabled(device.type)
     facts = json.dumps([digest_of(towers.text), towers.tokenizer.to_dict(), list(names), list(templates), bf16])
-    path = kept / f"zeroshot-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.safetensors"
+    path = cache_folder / f"zeroshot-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.safetensors"
     try:
         return read_weights(path)[0]["classes"].to(device)
     except (OSError, SafetensorError, DataError, KeyError):
@@ -160,7 +162,7 @@ def classify(
     batch_size: int,
     skip_bad: bool,
     nearest: NearestImages,
-    done: OnProgress = ignore_progress,
+    on_progress: OnProgress = ignore_progress,
 ) -> Scores:
     """Score the nearest class of every image of a split; `nearest` sees the images, `done` is that of `score`."""
     scale = towers.text.log_temperature.exp().detach()
@@ -180,7 +182,7 @@ def classify(
         batch_size=batch_size,
         workers=workers,
         skip_bad=skip_bad,
-        done=done,
+        done=on_progress,
         see=lambda rows, logits: nearest.see(rows, logits / scale),
     )
 
