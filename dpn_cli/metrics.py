@@ -149,13 +149,13 @@ def score(
     skip_bad: bool = False,
     columns: Tensor | None = None,
     keep_predictions: bool = False,
-    done: OnProgress = ignore_progress,
+    on_progress: OnProgress = ignore_progress,
     see: Callable[[Sequence[int], Tensor], None] | None = None,
 ) -> Scores:
     """Score a split.
 
     `logits_of` maps uint8 images (b, 3, h, w) to logits, of which `columns` picks those of the split's classes.
-    `done` is told how many of this rank's images are done. With `keep_predictions` every readable image has an
+    `on_progress` receives the number of processed images. With `keep_predictions` every readable image has an
     `ImagePrediction`, in the split's order. `see` is called with the rows and the logits (b, classes) of each part.
 
     Raises `DataError` for an unreadable image unless `skip_bad`, `StoppedError` when a signal asks to stop.
@@ -165,7 +165,7 @@ def score(
     predictions: list[ImagePrediction] = []
     with closing(rank_share(split, transform, world, batch_size, workers, skip_bad=skip_bad)) as parts:
         for part in parts:
-            done(len(part.images) + part.skipped)
+            on_progress(len(part.images) + part.skipped)
             sums[3] += part.skipped
             if not len(part.images):
                 continue

@@ -35,7 +35,7 @@ class SampledImages:
         self.split = ImageSubset(whole, sorted(hash_order(whole)[:most]))
         self.workers, self.skip_bad = workers, skip_bad
 
-    def batches(self, model: Backbone, done: OnProgress = ignore_progress) -> Iterator[Tensor]:
+    def batches(self, model: Backbone, on_progress: OnProgress = ignore_progress) -> Iterator[Tensor]:
         """Yield them as uint8 (b, 3, h, w) at the size of a network, and tell `done` how many are done.
 
         Raises `DataError` for unreadable images.
@@ -49,7 +49,7 @@ class SampledImages:
                 if len(part.images):
                     seen += len(part.images)
                     yield part.images
-                done(len(part.images) + part.skipped)
+                on_progress(len(part.images) + part.skipped)
         if not seen:
             raise DataError(f"--data {self.place}: none of {len(self.split.labels)} images can be read")
 

@@ -214,7 +214,7 @@ def _retrofit(options: RetrofitOptions, console: Console) -> Outcome:
     reading = ReadOptions(options.reading.decode, options.reading.max_pixels)
     split = find_images(options.data, options.images, options.seed, reading)
     with signals.listen(signals.NO_RESULT), console.counting("retrofit", len(split.labels)) as counted:
-        pixels = load(split, size, workers=options.workers, done=counted).images
+        pixels = load(split, size, workers=options.workers, on_progress=counted).images
     images = torch.split(pixels, options.batch_size)
     result = retrofit(checkpoint, options.target, lambda: iter(images), stem=options.stem, image_size=size)
     return (

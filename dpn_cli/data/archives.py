@@ -72,11 +72,11 @@ def unpack(archives: Sequence[Path], layout: ArchiveLayout, out: Path, console: 
     remove_leftovers(out)
     written = sum(map(len, missing.values()))
     for archive, found in missing.items():
-        with _open_archive(archive) as opened, console.counting(archive.name, len(found)) as done:
+        with _open_archive(archive) as opened, console.counting(archive.name, len(found)) as on_progress:
             for entry in found:
                 signals.check_here()
                 _write(opened, entry, archive, out / entry.target)
-                done(1)
+                on_progress(1)
     os.sync()
     return {"written": written, "kept": sum(map(len, entries.values())) - written, "left_out": left_out}
 

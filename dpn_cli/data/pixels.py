@@ -134,14 +134,17 @@ def load(
     *,
     workers: int | Literal["auto"] = "auto",
     skip_bad: bool = False,
-    done: OnProgress = ignore_progress,
+    on_progress: OnProgress = ignore_progress,
 ) -> PixelSet:
-    """Decode and resize a whole split into memory: 3 * h * w bytes an image. `done` is told how many are done."""
+    """Decode and resize a whole split into memory: 3 * h * w bytes an image.
+
+    `on_progress` receives the number of processed images.
+    """
     parts = []
     with stream(split, partial(resize, size=size), 64, workers=workers, skip_bad=skip_bad) as decoded:
         for part in decoded:
             signals.check_here()
-            done(len(part.images) + part.skipped)
+            on_progress(len(part.images) + part.skipped)
             parts.append(part)
     return PixelSet(
         torch.cat([part.images for part in parts if len(part.images)]),

@@ -32,7 +32,7 @@ from dpn_cli.weights.resolve_stem import resolve_stem
 RESULT, PARTIAL = "result.json", "partial.json"
 # Key of run.json: the network of each trial with its weights, by name.
 NETWORKS = "networks"
-DATA_CHANGED = "the data have changed since this comparison began; start another with -o"
+DATA_CHANGED = "the data have changed since this comparison started; start another with -o"
 
 
 class SweepTrainer(Protocol):
@@ -238,7 +238,7 @@ def check_weights(folder: RunFolder, digests: Mapping[str, str]) -> None:
     saved = from_leader(folder.facts).get("digests", digests)
     if changed := next((name for name in digests if digests[name] != saved[name]), None):
         raise DataError(
-            f"{format_network(changed)}: the weights have changed since this comparison began; start another with -o"
+            f"{format_network(changed)}: the weights have changed since this comparison started; start another with -o"
         )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from dpn_cli.errors import DataError
 from dpn_cli.report.content import Reliability
 
-AGAIN = "'dpn eval -o' scores again, for a page of its folder; once the file is deleted, this page goes without it"
+ADVICE = "'dpn eval -o' scores again, for a page of its folder; once the file is deleted, this page goes without it"
 # Bins of the expected calibration error, as in arXiv 1706.04599.
 BINS = 15
 
@@ -42,7 +42,7 @@ class ClassCalibration:
 
 def read_predictions(path: Path, names: Container[str]) -> list[ClassScores]:
     """Read predictions.csv, whose classes are `names`. Raises `DataError` naming the line that is damaged."""
-    found = []
+    predictions = []
     with path.open(encoding="utf-8", newline="") as file:
         lines = csv.DictReader(file)
         try:
@@ -54,19 +54,19 @@ def read_predictions(path: Path, names: Container[str]) -> list[ClassScores]:
                     raise ValueError(f"confidence {told.confidence}")
                 if unknown := [name for name in (told.true, told.predicted) if name not in names]:
                     raise ValueError(f"class {unknown[0]!r}, which per_class.csv lacks")
-                found.append(told)
+                predictions.append(told)
         except (ValueError, KeyError, TypeError, csv.Error) as error:
             raise DataError(
-                f"{path}, line {lines.line_num}: damaged ({type(error).__name__}: {error}); {AGAIN}"
+                f"{path}, line {lines.line_num}: damaged ({type(error).__name__}: {error}); {ADVICE}"
             ) from error
-    return found
+    return predictions
 
 
 def read_classes(path: Path, count: int) -> list[ClassCalibration]:
     """Read per_class.csv, which has `count` classes. Raises `DataError` when it is damaged."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            found = [
+            classes = [
                 ClassCalibration(
                     line["class"],
                     line["name"],
@@ -76,11 +76,11 @@ def read_classes(path: Path, count: int) -> list[ClassCalibration]:
                 )
                 for line in csv.DictReader(file)
             ]
-        if len(found) != count:
-            raise ValueError(f"{len(found)} classes, and the network has {count}")
+        if len(classes) != count:
+            raise ValueError(f"{len(classes)} classes, and the network has {count}")
     except (ValueError, KeyError, TypeError, csv.Error) as error:
-        raise DataError(f"{path}: damaged ({type(error).__name__}: {error}); {AGAIN}") from error
-    return found
+        raise DataError(f"{path}: damaged ({type(error).__name__}: {error}); {ADVICE}") from error
+    return classes
 
 
 def reliability(predictions: Sequence[ClassScores], name: str) -> Reliability:
@@ -110,8 +110,10 @@ def reliability(predictions: Sequence[ClassScores], name: str) -> Reliability:
 def confusion(predictions: Sequence[ClassScores], classes: Sequence[str]) -> list[list[int]]:
     """Return counts (classes, classes), rows the truth."""
     place = {name: index for index, name in enumerate(classes)}
-    pairs = np.array([(place[one.true], place[one.predicted]) for one in predictions]).reshape(-1, 2)
+    pairs = np.array([(place[prediction.true], place[prediction.predicted]) for prediction in predictions]).reshape(
+        -1, 2
+    )
     counts = np.zeros((len(classes), len(classes)), dtype=int)
     np.add.at(counts, (pairs[:, 0], pairs[:, 1]), 1)
-    found: list[list[int]] = counts.tolist()
-    return found
+    rows: list[list[int]] = counts.tolist()
+    return rows

@@ -73,7 +73,7 @@ def resize_for(size: Size) -> int:
 
 def save_classifier(classifier: Classifier, path: Path) -> str:
     """Write a classifier as one safetensors file; returns its SHA-256. Raises `SaveError`."""
-    described = {
+    description = {
         "classes": classifier.classes,
         "loss": classifier.loss,
         "resize_side": classifier.resize_side,
@@ -81,7 +81,7 @@ def save_classifier(classifier: Classifier, path: Path) -> str:
         "decoder": classifier.decoder,
         "facts": classifier.facts,
     }
-    return export_backbone(classifier.model, path, {artifact_kinds.KEY: KEY, KEY: json.dumps(described)})
+    return export_backbone(classifier.model, path, {artifact_kinds.KEY: KEY, KEY: json.dumps(description)})
 
 
 def load_classifier(place: str, image_size: Size | None = None, command: str = "dpn predict") -> Classifier:

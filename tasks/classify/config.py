@@ -181,6 +181,6 @@ def head_bias_of(config: SupervisedConfig, classes: int) -> float:
     return -round(math.log(classes), 1) if config.loss == "sigmoid" else 0.0
 
 
-def resolve_steps(config: ConfigT, images: int, say: Logger = discard_message) -> ConfigT:
+def resolve_steps(config: ConfigT, images: int, log: Logger = discard_message) -> ConfigT:
     """Return the config with its duration in steps: big_vision rounds epochs x images / batch, at least to one."""
-    return resolve_training_steps(config, images / config.batch_size, say)
+    return resolve_training_steps(config, images / config.batch_size, log)

@@ -60,19 +60,19 @@ def _folders(root: Path) -> list[str]:
         return []
 
 
-def choose_config(source: str, config_file: str | None, paper: str, own: str, say: Logger) -> str:
+def choose_config(source: str, config_file: str | None, paper: str, own_config: str, log: Logger) -> str:
     """Return the name of the config that the layers of a command start from: `paper` or `own`.
 
     A shipped config that `config_file` names, and a file that is a whole config, leave nothing to choose. Says it
     when own images get their config. Raises `DpnError` as `read_config` does.
     """
     if config_file in set(shipped_configs()):
-        return own if config_file == own else paper
-    whole = config_file is not None and "about" in read_config(config_file)
-    if whole or is_imagenet(source):
+        return own_config if config_file == own_config else paper
+    names_config = config_file is not None and "about" in read_config(config_file)
+    if names_config or is_imagenet(source):
         return paper
-    say(
-        f"--data {source} is not ImageNet, so the config is {own}: images whole and unmirrored, no augmentation; "
-        f"--config {paper} is the paper's"
+    log(
+        f"--data {source} is not ImageNet: using config {own_config} (full images, no flip, no augmentation); "
+        f"the paper's is --config {paper}"
     )
-    return own
+    return own_config

@@ -41,7 +41,7 @@ def dry_run_training(run: Run[ConfigT], data: ClassData) -> Cost:
     name, weights = summarize_network(model)
     del model
 
-    def begin() -> DryRunSetup:
+    def build_setup() -> DryRunSetup:
         model = load_network(config, len(data.classes))
         if config.freeze:
             freeze(model, config.freeze)
@@ -61,21 +61,21 @@ def dry_run_training(run: Run[ConfigT], data: ClassData) -> Cost:
             engine.prepare(model, config.runtime, world), job, _sampled(config, model, data, world), workers
         )
 
-    return dry_run_fit(begin, name, run.folder.path, weights=weights)
+    return dry_run_fit(build_setup, name, run.folder.path, weights=weights)
 
 
 def _sampled(config: SupervisedConfig, model: Backbone, data: ClassData, world: World) -> Sampled:
     """Return the evaluation of a batch of every rank, on minival if there is one; no score is shown."""
     split = data.minival if data.minival.labels else data.val
-    few = first_batch(split, config.eval_batch_size, world)
+    samples = first_batch(split, config.eval_batch_size, world)
     in_process = without_workers(config)
     side = resize_side_of(config, model.config.image_size)
     classifier = Classifier(model, data.classes, config.loss, side, {}, split.reading.decoder)
     probed = config.fewshot * len(data.classes) + len(data.minival.labels) if config.fewshot else 0
     return Sampled(
-        len(few.labels),
-        lambda: evaluate(classifier, few, in_process, world),
-        lambda: load_batch(few, classifier.transform, config, world),
+        len(samples.labels),
+        lambda: evaluate(classifier, samples, in_process, world),
+        lambda: load_batch(samples, classifier.transform, config, world),
         during=len(data.minival.labels) + probed,
         end=len(data.val.labels),
     )
@@ -102,9 +102,9 @@ def load_batch(
 def dry_run(run: Run[ConfigT], data: ClassData, trainings: Sequence[ConfigT], launch: LaunchOptions) -> None:
     """Check the data, measure the last of some trainings in a dry run, and print the cost of all."""
     config, world = run.config, run.world
-    counted = [resolve_steps(each, len(data.train.labels)) for each in trainings]
+    trials = [resolve_steps(trial, len(data.train.labels)) for trial in trainings]
     check_batch(config, world)
-    check_shards(counted[-1], data, world)
+    check_shards(trials[-1], data, world)
     if world.leads:
         check_images(config, data, run.console)
     if options := final_probe_options(config):
@@ -113,8 +113,8 @@ def dry_run(run: Run[ConfigT], data: ClassData, trainings: Sequence[ConfigT], la
         f"{len(data.train.labels)} + {len(data.minival.labels)} + {len(data.val.labels)} images, "
         f"{len(data.classes)} classes"
     )
-    cost = dry_run_training(replace(run, config=counted[-1]), data)
-    steps = sum(each.schedule.steps for each in counted)
-    networks = min(2, len(counted))  # of a sweep's, the best one so far and the one that may be better
+    cost = dry_run_training(replace(run, config=trials[-1]), data)
+    steps = sum(trial.schedule.steps for trial in trials)
+    networks = min(2, len(trials))  # of a sweep's, the best one so far and the one that may be better
     if world.leads:
-        launch.on_cost(replace(cost.of_steps(steps, len(counted)), kept=networks * cost.kept))
+        launch.on_cost(replace(cost.of_steps(steps, len(trials)), kept=networks * cost.kept))

@@ -69,24 +69,24 @@ def run_source(source: ImageSource, facts: Mapping[str, Any], network: str) -> I
     ``demo`` is the one of the built-in data sets that the run was trained on. Raises `DpnError` where neither says, and
     `DataError` where the run's own are gone.
     """
-    before = _data_of_run(facts)
-    own = before.get("source")
-    if source.place == "demo" and own in DEMOS:
-        return replace(source, place=own)
+    data_config = _data_of_run(facts)
+    own_source = data_config.get("source")
+    if source.place == "demo" and own_source in DEMOS:
+        return replace(source, place=own_source)
     if source.place:
         return source
-    if own is None:
+    if own_source is None:
         raise DpnError(
             f"--data: which images? {network} does not say on which it was trained; name a folder with val/CLASS or "
             "CLASS, hf:OWNER/NAME, wds:PATTERN, or demo"
         )
-    if ":" not in own and own not in DEMOS and not Path(own).expanduser().is_dir():
-        raise DataError(f"{network}: it was trained on {own}, which is not here; name the images with --data")
+    if ":" not in own_source and own_source not in DEMOS and not Path(own_source).expanduser().is_dir():
+        raise DataError(f"{network}: it was trained on {own_source}, which is not here; name the images with --data")
     return replace(
         source,
-        place=own,
-        image_column=source.image_column or before.get("image_column"),
-        label_column=source.label_column or before.get("label_column"),
+        place=own_source,
+        image_column=source.image_column or data_config.get("image_column"),
+        label_column=source.label_column or data_config.get("label_column"),
     )
 
 
@@ -99,18 +99,22 @@ def open_part(
     with `val` as the default. Of other data None, or ``val``, is the validation split, or everything where they have
     none, and ``all`` is training and validation. Raises `DataError`.
     """
-    chosen: Split = split or "val"
-    own = _own_data(source, chosen, facts)
-    if own is not None:
-        part = ConcatImages([own.train, own.minival, own.val]) if chosen == "all" else getattr(own, chosen)
-        return part, own.classes, OWN[chosen]
-    if chosen == "all" and has_split(source, "val"):
+    split_name: Split = split or "val"
+    own_part = _own_data(source, split_name, facts)
+    if own_part is not None:
+        part = (
+            ConcatImages([own_part.train, own_part.minival, own_part.val])
+            if split_name == "all"
+            else getattr(own_part, split_name)
+        )
+        return part, own_part.classes, OWN[split_name]
+    if split_name == "all" and has_split(source, "val"):
         (train, classes), (val, val_classes) = open_split(source, "train"), open_split(source, "val")
         check_classes(source, classes, val_classes)
         return ConcatImages([train, val]), classes, None
-    opened, classes = open_split(source, "train" if chosen == "all" else chosen)
-    changed = chosen == "val" and not has_split(source, "val") and _same_place(source, facts)
-    return opened, classes, CHANGED if changed else None
+    split_images, classes = open_split(source, "train" if split_name == "all" else split_name)
+    changed = split_name == "val" and not has_split(source, "val") and _same_place(source, facts)
+    return split_images, classes, CHANGED if changed else None
 
 
 def _data_of_run(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,20 +128,20 @@ def _same_place(source: ImageSource, facts: Mapping[str, Any]) -> bool:
 
 def _own_data(source: ImageSource, split: Split, facts: Mapping[str, Any]) -> ClassData | None:
     """Split `source` as the run split its data; None where these are not the run's data, image for image."""
-    before = _data_of_run(facts)
-    if not before or (split == "val" and has_split(source, "val") and not before.get("val_source")):
+    data_config = _data_of_run(facts)
+    if not data_config or (split == "val" and has_split(source, "val") and not data_config.get("val_source")):
         return None  # its own validation split needs no rule, and counting all training images takes time
-    again = ImageSource(
+    source = ImageSource(
         source.place,
-        before.get("val_source"),
-        before.get("val_fraction"),
-        source.image_column or before.get("image_column"),
-        source.label_column or before.get("label_column"),
+        data_config.get("val_source"),
+        data_config.get("val_fraction"),
+        source.image_column or data_config.get("image_column"),
+        source.label_column or data_config.get("label_column"),
         source.reading,
     )
     try:
         chooses = (facts.get("config") or {}).get("select") == "best"
-        data = open_class_data(again, before.get("minival"), chooses=chooses)
+        data = open_class_data(source, data_config.get("minival"), chooses=chooses)
     except (DataError, MissingError):
         return None
     fingerprints = {name: fingerprint(getattr(data, name)) for name in ("train", "minival", "val")}

@@ -33,16 +33,16 @@ def evaluate(options: EvalOptions, console: Console) -> dict[str, Any] | None:
 
     Raises `DataError` when data and classifier do not fit each other, `DpnError` when `output_dir` holds a run.
     """
-    how, size, runtime = options.reading, options.image_size, options.runtime
+    size, runtime = options.image_size, options.runtime
     with signals.listen(signals.NO_RESULT), join(runtime.device) as world:
         if options.output_dir and world.leads:
             open_report(options.output_dir)
         classifier = load_classifier(options.network, (size, size) if isinstance(size, int) else size, "dpn eval")
-        reading = ReadOptions(how.decode or classifier.decoder, how.max_pixels)
-        asked = ImageSource(
+        reading = ReadOptions(options.reading.decode or classifier.decoder, options.reading.max_pixels)
+        source = ImageSource(
             options.source or "", image_column=options.image_column, label_column=options.label_column, reading=reading
         )
-        source = run_source(asked, classifier.facts, options.network)
+        source = run_source(source, classifier.facts, options.network)
         split, names, part = open_part(source, options.split, classifier.facts)
         columns = match_classes(classifier.classes, names)
         console.info(
@@ -51,14 +51,16 @@ def evaluate(options: EvalOptions, console: Console) -> dict[str, Any] | None:
             + (f", {part}" if part else "")
             + _columns_note(classifier, columns)
         )
-        known = count_overlap(split, classifier.facts.get("trained_on"), world)
-        if warning := known and known.warning():
+        overlap = count_overlap(split, classifier.facts.get("trained_on"), world)
+        if warning := overlap and overlap.warning():
             console.warn(warning)
         real = read_real(options.real, split) if options.real else None
         predictions = bool(real) or options.output_dir is not None
-        with console.counting("eval", world.share(len(split.labels))) as done:
-            scores = _score(classifier, split, columns, options, world, keep_predictions=predictions, done=done)
-        result = _result(options, source.place, classifier, names, scores, split, part, known)
+        with console.counting("eval", world.share(len(split.labels))) as on_progress:
+            scores = _score(
+                classifier, split, columns, options, world, keep_predictions=predictions, on_progress=on_progress
+            )
+        result = _result(options, source.place, classifier, names, scores, split, part, overlap)
         if real:
             labels = [real[prediction.row] for prediction in scores.predictions]
             result["real"] = real_accuracy([prediction.predicted for prediction in scores.predictions], labels)
@@ -82,9 +84,9 @@ def match_classes(classes: Sequence[str], names: Sequence[str]) -> Tensor | None
     place = {name: index for index, name in enumerate(classes)}
     unknown = [name for name in names if name not in place]
     if unknown:
-        more = " ..." if len(unknown) > 5 else ""
+        ellipsis = " ..." if len(unknown) > 5 else ""
         raise DataError(
-            f"--data: classes that the classifier does not know: {', '.join(unknown[:5])}{more}; it knows "
+            f"--data: classes that the classifier does not know: {', '.join(unknown[:5])}{ellipsis}; it knows "
             f"{len(classes)}, {', '.join(classes[:5])} among them"
         )
     return torch.tensor([place[name] for name in names])
@@ -103,7 +105,7 @@ def _score(
     options: EvalOptions,
     world: World,
     keep_predictions: bool,
-    done: OnProgress,
+    on_progress: OnProgress,
 ) -> Scores:
     classifier.model.to(world.device).eval()
     with engine.precision_of(options.runtime, world.device):
@@ -119,7 +121,7 @@ def _score(
             skip_bad=options.skip_bad_images,
             columns=None if columns is None else columns.to(world.device),
             keep_predictions=keep_predictions,
-            done=done,
+            on_progress=on_progress,
         )
 
 
@@ -131,7 +133,7 @@ def _result(
     scores: Scores,
     split: LabelledImages,
     part: str | None,
-    known: Overlap | None,
+    overlap: Overlap | None,
 ) -> dict[str, Any]:
     return {
         "task": "eval",
@@ -139,7 +141,7 @@ def _result(
         "data": place,
         "split": options.split or "val",
         "part": part,
-        "trained_on": known.to_dict() if known else None,
+        "trained_on": overlap.to_dict() if overlap else None,
         "fingerprint": fingerprint(split),
         "image_size": list(classifier.model.config.image_size),
         "resize_side": classifier.resize_side,

@@ -157,13 +157,15 @@ def model_card(classifier: Classifier, kind: Kind, digest: str) -> str:
     model, facts = classifier.model, classifier.facts
     vit_config, (height, width) = model.config, model.config.image_size
     scored = facts.get("minival_top1")
-    inside = "inside the file" if kind != "safetensors" else f"subtract {list(model.mean)}, divide by {list(model.std)}"
+    normalization = (
+        "inside the file" if kind != "safetensors" else f"subtract {list(model.mean)}, divide by {list(model.std)}"
+    )
     names = readable(classifier.classes)
     config = facts.get("config")
     if config and classifier.classes != imagenet_classes(1000):
         # A config's heading names ImageNet's published numbers, which say nothing about other classes.
         config = {key: value for key, value in config.items() if key != "about"}
-    shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+    class_list = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
     lines = [
         "---",
         "library_name: dpn",
@@ -172,9 +174,9 @@ def model_card(classifier: Classifier, kind: Kind, digest: str) -> str:
         f"# {facts.get('arch', 'ViT')} with stem `{vit_config.stem}`, {len(names)} classes",
         "",
         f"- Input: RGB, {height} x {width} pixels: {classifier.preparation},",
-        f"  fractions of a grey level dropped; values in [0, 1]; normalisation: {inside}.",
+        f"  fractions of a grey level dropped; values in [0, 1]; normalisation: {normalization}.",
         f"- Output: {len(names)} logits; {classifier.loss} gives probabilities.",
-        f"- Classes: {shown}",
+        f"- Classes: {class_list}",
         *(_distilled(facts["distilled"]) if "distilled" in facts else [f"- Top-1 on minival: {_percent(scored)}"]),
         f"- Parameters: {model.report.parameters / 1e6:.2f} M; SHA-256 of the file `{digest}`",
         "",

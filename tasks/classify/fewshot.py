@@ -70,16 +70,18 @@ class ProbedNetwork:
     @classmethod
     def load(cls, place: str, options: ProbeOptions) -> ProbedNetwork:
         """Load weights of any format at the options' image size. Raises as `load_backbone` does."""
-        found = resolve(place, "dpn eval fewshot")
-        opened = None if found == "none" else open_checkpoint(found)
-        model = load_backbone(stem=None, checkpoint=opened, image_size=options.image_size).eval()
-        whole = partial(resize, size=model.config.image_size) if opened and takes_whole_images(opened) else None
-        return cls(place, model, facts_of(opened).get("trained_on") if opened else None, whole)
+        path = resolve(place, "dpn eval fewshot")
+        checkpoint = None if path == "none" else open_checkpoint(path)
+        model = load_backbone(stem=None, checkpoint=checkpoint, image_size=options.image_size).eval()
+        transform = (
+            partial(resize, size=model.config.image_size) if checkpoint and takes_whole_images(checkpoint) else None
+        )
+        return cls(place, model, facts_of(checkpoint).get("trained_on") if checkpoint else None, transform)
 
     def facts(self, test: LabelledImages, world: World, console: Console) -> dict[str, Any]:
         """Return what a result says of the network; warn of test images that it was trained on."""
-        known = count_overlap(test, self.trained_on, world)
-        if warning := known and known.warning():
+        overlap = count_overlap(test, self.trained_on, world)
+        if warning := overlap and overlap.warning():
             console.warn(warning)
         if self.whole:
             console.info("images are resized whole, as this classifier was trained on them")
@@ -88,7 +90,7 @@ class ProbedNetwork:
             "arch": self.model.config.arch,
             "stem": self.model.config.stem,
             "image_size": list(self.model.config.image_size),
-            "trained_on": known.to_dict() if known else None,
+            "trained_on": overlap.to_dict() if overlap else None,
         }
 
 
@@ -190,15 +192,17 @@ def encode_splits(
 
     def encoded(split: LabelledImages) -> tuple[Array, Array]:
         skip, rows = options.skip_bad_images, options.batch_size
-        with console.counting("eval fewshot", len(split.labels)) as done:
-            found = encode(model, split, options.runtime, device, rows, skip_bad=skip, transform=whole, done=done)
-        count = len(found[1])
+        with console.counting("eval fewshot", len(split.labels)) as on_progress:
+            features = encode(
+                model, split, options.runtime, device, rows, skip_bad=skip, transform=whole, on_progress=on_progress
+            )
+        count = len(features[1])
         console.info(f"{count} images encoded")
         if count < len(split.labels):
             console.warn(f"{len(split.labels) - count} unreadable images are left out")
-        if not np.isfinite(found[0]).all():
+        if not np.isfinite(features[0]).all():
             raise NonFiniteError("the network's features are NaN or infinite; use --precision fp32, or other weights")
-        return found
+        return features
 
     return ProbeFeatures(encoded(splits.train), encoded(splits.test), len(splits.classes))
 

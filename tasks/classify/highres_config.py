@@ -33,7 +33,7 @@ class HighresConfig(SupervisedConfig):
 
 
 def resolve(
-    config_file: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any], say: Logger = discard_message
+    config_file: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any], log: Logger = discard_message
 ) -> Plain:
     """Merge the layers over the config of the data: the paper's, the demo's (without data), or that of own images.
 
@@ -43,12 +43,12 @@ def resolve(
     file, command = read_config(config_file) if config_file else {}, merge(flags, settings)
     source = last_given("data", "source", file, command) or find_data("imagenet")
     scratch = last_given("backbone", "checkpoint", file, command) == "none"
-    own = "pretrain_own" if scratch and config_file != "highres_own" else "highres_own"
-    shipped = "highres_demo" if source in DEMOS else choose_config(str(source), config_file, "highres", own, say)
+    own_config = "pretrain_own" if scratch and config_file != "highres_own" else "highres_own"
+    shipped = "highres_demo" if source in DEMOS else choose_config(str(source), config_file, "highres", own_config, log)
     base = read_config(shipped)
     if shipped == "highres_demo" and not scratch and last_given("backbone", "checkpoint", file, command):
         base = merge(base, {"backbone": {"arch": None, "pool": None}})  # those of the demo's network from scratch
-    return merge(merge_layers(base, file, command, shipped, say), {"data": {"source": source}})
+    return merge(merge_layers(base, file, command, shipped, log), {"data": {"source": source}})
 
 
 def finalize(config: HighresConfig) -> HighresConfig:

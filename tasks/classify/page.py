@@ -41,20 +41,20 @@ def findings(run: RunRecord, prefix: str) -> Findings:
     """Return what a page shows of a run of pretrain, highres or distill, or of ``dpn eval``."""
     result = run.result
     if run.config and "teacher" in run.config:
-        found = distilled.findings(run)
-        scored, lost = _answers(run, prefix) if result.get("top1") is not None else ([], [])
-        return replace(found, sections=[*found.sections, *scored], warnings=lost)
+        distill_findings = distilled.findings(run)
+        scored, damage = _prediction_sections(run, prefix) if result.get("top1") is not None else ([], [])
+        return replace(distill_findings, sections=[*distill_findings.sections, *scored], warnings=damage)
     if "top1" not in result:
         return Findings("top-1", {}, [], WATCHED)
     images = result["images"]["val"] if isinstance(result["images"], dict) else result["images"]
-    sections, lost = _answers(run, prefix)
-    warnings: list[str | None] = [*lost]
+    sections, damage = _prediction_sections(run, prefix)
+    warnings: list[str | None] = [*damage]
     if floors := result.get("floors"):
         warnings.append(result_warning("validation top-1", result["top1"], floors, images))
-    if known := result.get("trained_on"):
+    if overlap := result.get("trained_on"):
         from dpn_cli.data.leakage import Overlap  # loads torch
 
-        warnings.append(Overlap(**known).warning())
+        warnings.append(Overlap(**overlap).warning())
     sections = [PageSection("Scores", _scores(result, images)), *sections]
     scores = {"": {run.seed: result["top1"]}}
     return Findings("top-1", scores, sections, WATCHED, [line for line in warnings if line])
@@ -78,22 +78,22 @@ def _scores(result: Json, images: int) -> list[Part]:
     return [Table("Validation images" if "floors" in result else "Scored images", ("", ""), rows, name="scores")]
 
 
-def _answers(run: RunRecord, prefix: str) -> tuple[list[PageSection], list[str]]:
+def _prediction_sections(run: RunRecord, prefix: str) -> tuple[list[PageSection], list[str]]:
     """Return calibration, classes, confusions and mistakes, from what the evaluation kept of every image, and warnings.
 
     Raises `DataError` when what it kept is damaged.
     """
     folder = run.path / Path(run.result.get("weights", "")).parent  # of a search, its last training
     if missing := next((name for name in ("predictions.csv", "per_class.csv") if not (folder / name).is_file()), None):
-        said = f"{missing} is not there: calibration, confusions and mistakes are not known. 'dpn eval -o' writes it."
-        return [PageSection("Predictions", [TextBlock(said, warning=run.kind == "eval")])], []
+        message = f"{missing} is missing: calibration, confusions and mistakes are unknown. 'dpn eval -o' writes it."
+        return [PageSection("Predictions", [TextBlock(message, warning=run.kind == "eval")])], []
     classes = read_classes(folder / "per_class.csv", run.result["classes"])
-    names = {one.name: one.readable for one in classes}
+    names = {scores.name: scores.readable for scores in classes}
     predictions = read_predictions(folder / "predictions.csv", names)
-    scored, warnings = sum(one.images for one in classes), []
-    if len(predictions) != scored:
+    image_count, warnings = sum(scores.images for scores in classes), []
+    if len(predictions) != image_count:
         warnings = [
-            f"predictions.csv is damaged: it has {len(predictions)} predictions, and {scored} images were scored. "
+            f"predictions.csv is damaged: it has {len(predictions)} predictions, and {image_count} images were scored. "
             "Calibration, confusions and mistakes are of these predictions alone."
         ]
     sections = [
@@ -108,20 +108,22 @@ def _answers(run: RunRecord, prefix: str) -> tuple[list[PageSection], list[str]]
 
 def _classes(classes: Sequence[ClassCalibration], name: str) -> list[Part]:
     """Return the accuracy of every class, best first, and a table of the worst ones."""
-    recalls = {one: one.recall for one in classes if one.recall is not None}
-    found = sorted(((one.readable, recall) for one, recall in recalls.items()), key=lambda one: -one[1])
-    axis, values = "accuracy in %", [value for _, value in found]
+    recalls = {scores: scores.recall for scores in classes if scores.recall is not None}
+    ranked = sorted(((scores.readable, recall) for scores, recall in recalls.items()), key=lambda scores: -scores[1])
+    axis, values = "accuracy in %", [value for _, value in ranked]
     chart = (
-        BarChart(name, "Accuracy by class", axis, [word for word, _ in found], {axis: values})
-        if len(found) <= MOST_NAMED
+        BarChart(name, "Accuracy by class", axis, [word for word, _ in ranked], {axis: values})
+        if len(ranked) <= MOST_NAMED
         else LineChart(
-            name, "Accuracy by class", "class, best first", axis, [Series(axis, range(1, len(found) + 1), values)]
+            name, "Accuracy by class", "class, best first", axis, [Series(axis, range(1, len(ranked) + 1), values)]
         )
     )
-    worst = sorted(recalls, key=lambda one: recalls[one])[:WORST]
-    rows: list[list[Cell]] = [[one.readable, one.images, one.right, one.recall, one.precision] for one in worst]
+    worst = sorted(recalls, key=lambda scores: recalls[scores])[:WORST]
+    rows: list[list[Cell]] = [
+        [scores.readable, scores.images, scores.right, scores.recall, scores.precision] for scores in worst
+    ]
     title = (
-        "Every class, worst first" if len(worst) == len(found) else f"The {len(worst)} worst of {len(found)} classes"
+        "Every class, worst first" if len(worst) == len(ranked) else f"The {len(worst)} worst of {len(ranked)} classes"
     )
     columns = ("class", "images", "right", "accuracy (recall) in %", "precision in %")
     return [chart, Table(title, columns, rows, folded=True)]
@@ -140,12 +142,12 @@ def _confusions(result: Json, predictions: Sequence[ClassScores], names: dict[st
 
 def _mistakes(folder: Path, predictions: Sequence[ClassScores], names: dict[str, str]) -> list[PageImage]:
     """Return the images that the evaluation kept, the surest mistake first."""
-    wrong = [prediction for prediction in predictions if prediction.true != prediction.predicted]
+    mistakes = [prediction for prediction in predictions if prediction.true != prediction.predicted]
     images = []
-    for prediction in sorted(wrong, key=lambda prediction: (-prediction.confidence, prediction.row)):
+    for prediction in sorted(mistakes, key=lambda prediction: (-prediction.confidence, prediction.row)):
         path = folder / f"{prediction.row}.jpg"
         if path.is_file():
-            said = f"{names[prediction.predicted]} ({prediction.confidence:.1%})"
-            lines = [f"is {names[prediction.true]}", f"taken for {said}", prediction.image]
+            caption = f"{names[prediction.predicted]} ({prediction.confidence:.1%})"
+            lines = [f"is {names[prediction.true]}", f"taken for {caption}", prediction.image]
             images.append(PageImage(path.read_bytes(), lines))
     return images

@@ -28,32 +28,34 @@ def predict(options: PredictOptions, console: Console) -> Predictions:
     Without ``--decode`` JPEGs are decoded as they were for the training. Unreadable images are named and left out;
     raises `DataError` where that leaves none.
     """
-    how, runtime = options.reading, options.runtime
+    runtime = options.runtime
     with signals.listen(signals.NO_RESULT), join(runtime.device) as world:
         refuse_ranks(world, "predict")
         classifier = load_classifier(options.run)
-        found = Predictions(find_image_files(options.images), options.written, console)
+        predictions = Predictions(find_image_files(options.images), options.written, console)
         classifier.model.to(world.device).eval()
-        reading = ReadOptions(how.decode or classifier.decoder, how.max_pixels)
+        reading = ReadOptions(options.reading.decode or classifier.decoder, options.reading.max_pixels)
         words = readable(classifier.classes)
-        batches = found.read(
+        batches = predictions.read(
             reading, classifier.transform, batch_size=options.batch_size, workers=runtime.workers, label="predict"
         )
         with closing(batches):
             for part in batches:
-                images = torch.stack([one.prepared for one in part])
+                images = torch.stack([image.prepared for image in part])
                 with engine.precision_of(runtime, world.device):
                     chances = classifier.probabilities(compute_logits(classifier, images.to(world.device)))
                 best = chances.topk(min(options.top, len(words)), dim=-1)
-                for one, values, indices in zip(part, best.values.tolist(), best.indices.tolist(), strict=True):
+                for image, values, indices in zip(part, best.values.tolist(), best.indices.tolist(), strict=True):
                     guesses = [
                         {"class": classifier.classes[index], "name": words[index], "probability": value}
                         for index, value in zip(indices, values, strict=True)
                     ]
-                    found.add({"image": str(one.path), "classes": guesses}, one.small)
-        predicted = tally("What was predicted", "class", (result["classes"][0]["name"] for result in found.results))
-        found.write("dpn predict", options.run, [predicted], _lines)
-    return found
+                    predictions.add({"image": str(image.path), "classes": guesses}, image.small)
+        predicted = tally(
+            "What was predicted", "class", (result["classes"][0]["name"] for result in predictions.results)
+        )
+        predictions.write("dpn predict", options.run, [predicted], _lines)
+    return predictions
 
 
 def _lines(result: dict[str, Any]) -> Sequence[str]:

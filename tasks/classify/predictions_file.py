@@ -54,8 +54,8 @@ def calibration_error(predictions: Sequence[ImagePrediction]) -> float:
 
 def most_confident_mistakes(predictions: Sequence[ImagePrediction]) -> list[ImagePrediction]:
     """Return the mistakes with the highest confidence, the surest first."""
-    wrong = [prediction for prediction in predictions if prediction.label != prediction.predicted]
-    return sorted(wrong, key=lambda prediction: (-prediction.confidence, prediction.row))[:MOST_MISTAKES]
+    mistakes = [prediction for prediction in predictions if prediction.label != prediction.predicted]
+    return sorted(mistakes, key=lambda prediction: (-prediction.confidence, prediction.row))[:MOST_MISTAKES]
 
 
 def write_predictions(
@@ -90,7 +90,9 @@ def describe_pairs(names: Sequence[str], confusion: Confusion) -> list[dict[str,
 def worst_pairs(confusion: Confusion) -> list[tuple[int, int, int, float]]:
     """Return the most frequent confusions as (true, predicted, images, share of the true class)."""
     totals = confusion.true
-    return [(true, taken, images, images / totals[true]) for true, taken, images in confusion.worst(WORST_PAIRS)]
+    return [
+        (true, predicted, images, images / totals[true]) for true, predicted, images in confusion.worst(WORST_PAIRS)
+    ]
 
 
 def per_class(names: Sequence[str], confusion: Confusion) -> str:

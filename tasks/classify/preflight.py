@@ -53,13 +53,13 @@ def check_divides(batch: int, micro: int | str, world: World) -> None:
     if batch < world.size:
         engine.refuse_batch(batch, world.size)
     share, equal = world.most(batch), batch % world.size == 0
-    whole = share if equal else batch
-    if isinstance(micro, int) and share > micro and whole % micro:
-        fits = max(size for size in range(1, micro) if whole % size == 0)
-        what = f"the {share} images of a rank (--batch-size {batch} over {world.size} ranks)"
+    divisor = share if equal else batch
+    if isinstance(micro, int) and share > micro and divisor % micro:
+        fits = max(size for size in range(1, micro) if divisor % size == 0)
+        description = f"the {share} images of a rank (--batch-size {batch} over {world.size} ranks)"
         raise DpnError(
-            f"--micro-batch-size {micro}: does not divide {what if equal else f'--batch-size {batch}'}; use {fits}, or "
-            "auto"
+            f"--micro-batch-size {micro}: does not divide {description if equal else f'--batch-size {batch}'}; "
+            f"use {fits}, or auto"
         )
 
 
@@ -86,15 +86,15 @@ def check_data(config: SupervisedConfig, data: ClassData, folder: RunFolder, wor
         "classes": list(data.classes),
         "data": fingerprints(data),
     }
-    before = distributed.from_leader(folder.facts)
-    if "classes" in before and before["classes"] != facts["classes"]:
+    saved_facts = distributed.from_leader(folder.facts)
+    if "classes" in saved_facts and saved_facts["classes"] != facts["classes"]:
         raise DataError(
-            f"--data {config.data.source}: {len(facts['classes'])} classes now, {len(before['classes'])} others when "
-            f"this run began ({_change(before['classes'], facts['classes'])}); start another with -o"
+            f"--data {config.data.source}: {len(facts['classes'])} classes now, {len(saved_facts['classes'])} others "
+            f"when this run started ({_change(saved_facts['classes'], facts['classes'])}); start another with -o"
         )
-    if "data" in before and before["data"] != facts["data"]:
+    if "data" in saved_facts and saved_facts["data"] != facts["data"]:
         raise DataError(
-            f"--data {config.data.source}: the images have changed since this run began; start another with -o"
+            f"--data {config.data.source}: the images have changed since this run started; start another with -o"
         )
     if config.fewshot:
         _check_probe(config.fewshot, data)
@@ -171,8 +171,8 @@ def _check_probe(shots: int, data: ClassData) -> None:
     check_shots("--eval-fewshot", shot_pool(data.train).labels, data.classes, shots)
 
 
-def _change(before: list[str], now: list[str]) -> str:
-    gone, new = sorted(set(before) - set(now)), sorted(set(now) - set(before))
+def _change(previous: list[str], current: list[str]) -> str:
+    gone, new = sorted(set(previous) - set(current)), sorted(set(current) - set(previous))
     return f"gone: {', '.join(gone[:3]) or 'none'}; new: {', '.join(new[:3]) or 'none'}"
 
 

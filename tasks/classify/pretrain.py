@@ -49,11 +49,11 @@ def run(config: PretrainConfig, launch: LaunchOptions, console: Console) -> Json
             data = _open_data(run.config)
             if run.config.stages:
                 sweep = _Sweep(run, data)
-                for one, split in sweep.trainings():
+                for trial_config, split in sweep.trainings():
                     try:
-                        train(one, split, "pretrain")
+                        train(trial_config, split, "pretrain")
                     except NonFiniteError as error:
-                        sweep.note_failure(one, error)
+                        sweep.note_failure(trial_config, error)
                 result = sweep.result
             else:
                 counted = resolve_steps(run.config, len(data.train.labels), console.info)
@@ -104,12 +104,12 @@ class _Sweep:
 
         The choice of each stage is scored once on the test split, which gives a row of Table 7.
         """
-        chosen, stages = self.config, list[Json]()
+        config, stages = self.config, list[Json]()
         for number, stage in enumerate(self.config.stages[:-1], 1):
-            chosen, row = yield from self._search(number, chosen, stage)
+            config, row = yield from self._search(number, config, stage)
             stages.append(row)
         number = len(self.config.stages)
-        ((name, final),) = trials(chosen, self.config.stages[-1])
+        ((name, final),) = trials(config, self.config.stages[-1])
         result = yield from self._trial(f"stage{number}/{name}", final, self.data, "1 of 1")
         if result["minival_top1"] is None:
             raise NonFiniteError(f"stage {number}: the loss is NaN or infinite; lower lr")
@@ -124,13 +124,13 @@ class _Sweep:
             training.folder.finish({"task": "pretrain", "minival_top1": None, "error": str(error)})
 
     def _search(
-        self, number: int, chosen: PretrainConfig, stage: Stage
+        self, number: int, config: PretrainConfig, stage: Stage
     ) -> Generator[Training, None, tuple[PretrainConfig, Json]]:
         """Yield the trainings of a stage's grid; returns the run that is best on validation, and the stage's numbers.
 
         A search leaves its numbers, not a network per run: only the best one so far is kept, until it is scored.
         """
-        searching, runs = replace(self.data, val=self.data.minival), list(trials(chosen, stage))
+        searching, runs = replace(self.data, val=self.data.minival), list(trials(config, stage))
         place = f"stage{number}"
         top1: dict[str, float | None] = {}
         best, score = "", -1.0
@@ -144,24 +144,26 @@ class _Sweep:
                 self._delete_network(f"{place}/{loser}")
         if not best:
             raise NonFiniteError(f"stage {number}: every run ended with a NaN or infinite loss; lower lr")
-        chosen = dict(runs)[best]
+        config = dict(runs)[best]
         self.console.info(f"stage {number}: {best} is best, {score:.2f} % on the validation split")
-        row = {"epochs": stage.epochs, "top1": top1, "chosen": best, "test_top1": self._test(place, best, chosen)}
-        return chosen, row
+        row = {"epochs": stage.epochs, "top1": top1, "chosen": best, "test_top1": self._test(place, best, config)}
+        return config, row
 
     def _test(self, place: str, name: str, config: PretrainConfig) -> float | None:
         """Score a stage's choice on the test split, or return its score; None where its network is gone."""
-        kept, scored = self.folder.path / place / name, self.folder.path / place / "test.json"
-        row: Json | None = from_leader(read_object(scored))
+        weights_file, score_file = self.folder.path / place / name, self.folder.path / place / "test.json"
+        row: Json | None = from_leader(read_object(score_file))
         if row is None:
-            if not from_leader((kept / WEIGHTS).is_file()):
-                self.console.warn(f"{kept / WEIGHTS}: no such file, so this run is not scored on the test split")
+            if not from_leader((weights_file / WEIGHTS).is_file()):
+                self.console.warn(
+                    f"{weights_file / WEIGHTS}: no such file, so this run is not scored on the test split"
+                )
                 return None
-            classifier = load_classifier(str(kept))
+            classifier = load_classifier(str(weights_file))
             classifier.model.to(self.world.device).eval()
             row = {"run": name, "top1": evaluate(classifier, self.data.val, config, self.world).top1}
             if self.world.leads:
-                replace_json(scored, row)
+                replace_json(score_file, row)
         self._delete_network(f"{place}/{name}")
         top1: float = row["top1"]
         return top1

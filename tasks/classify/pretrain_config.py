@@ -136,7 +136,7 @@ def resolve(
     config_file: str | None,
     flags: Mapping[str, Any],
     settings: Mapping[str, Any],
-    say: Logger = discard_message,
+    log: Logger = discard_message,
 ) -> Plain:
     """Merge the layers of the config `name`; without data it becomes the demo's. What a duration changes goes to `say`.
 
@@ -145,28 +145,28 @@ def resolve(
     the architecture, ``--config``, preset, augmentation level, flags and settings. Raises `DpnError` for an
     architecture without a line, unless the level is given, and for what a sweep's stages decide.
     """
-    meant = next((each for each, shipped in CONFIGS.items() if shipped == config_file), None)
-    name = meant if meant and name in (None, DATA.get(meant, meant)) else name
+    named = next((each for each, shipped in CONFIGS.items() if shipped == config_file), None)
+    name = named if named and name in (None, DATA.get(named, named)) else name
     named, name = name or preset, name or "imagenet"
     if name not in CONFIGS:
         raise DpnError(f"--base-config {name!r}: choose one of {', '.join(CONFIGS)}{did_you_mean(name, CONFIGS)}")
     file, command = read_config(config_file) if config_file else {}, merge(flags, settings)
-    given = last_given("data", "source", file, command)
+    source = last_given("data", "source", file, command)
     arch = last_given("backbone", "arch", file, command)
-    source = _part_of(str(given), name) if given else find_data(DATA.get(name, name))
+    source = _part_of(str(source), name) if source else find_data(DATA.get(name, name))
     demo = source in DEMOS
     if demo and name == "sun397":
         raise DpnError(
             f"--data: {name} needs train/CLASS, val/CLASS and test/CLASS; name the folder (there is no demo)"
         )
-    if demo and not given and (arch or name != "imagenet"):
+    if demo and not source and (arch or name != "imagenet"):
         raise DpnError(f"--data: no images to train {arch or 'a network'} on: {_describe_data_location(name)}")
     if preset and (demo or name not in SHORTER):
         refused = "the demo" if demo else name
         raise DpnError(f"--preset {preset}: shortens the configs of {', '.join(SHORTER)}, not that of {refused}")
     shipped = "pretrain_demo" if demo and name == "imagenet" else CONFIGS[name]
     if not demo and not named:
-        shipped = choose_config(str(source), config_file, shipped, "pretrain_own", say)
+        shipped = choose_config(str(source), config_file, shipped, "pretrain_own", log)
     told = level is not None or {"mixup", "randaugment"} <= merge(file, command).keys()
     row = _row_of(arch, told=told, searched=name == "sun397") if shipped in BY_ARCH else {}
     plain = merge_layers(
@@ -174,14 +174,14 @@ def resolve(
         merge(file, SHORTER[name] if preset else {}, augmentation_keys(_level(level)) if level else {}),
         command,
         "pretrain",
-        say,
+        log,
     )
     if name in PROBED and not plain.get("fewshot_data"):
         imagenet = find_data("imagenet")
         if imagenet != "demo":
             plain = merge(plain, {"fewshot_data": imagenet})
         else:
-            say("no ImageNet for the few-shot probe at the end; name it with --fewshot-data")
+            log("no ImageNet for the few-shot probe at the end; name it with --fewshot-data")
     if plain.get("stages"):
         _check_searched(plain, command)
     data = {"source": DEMO_OBJECTS if demo else source}

@@ -58,19 +58,19 @@ def encode(
     rows: Sequence[int] | None = None,
     skip_bad: bool = False,
     transform: Transform | None = None,
-    done: OnProgress = ignore_progress,
+    on_progress: OnProgress = ignore_progress,
 ) -> tuple[Array, Array]:
     """Return what the head reads of every image of `rows`, (n, d) in float64, and its class (n,).
 
     Images are prepared by `square_crop` unless `transform` is given. With `skip_bad` unreadable images are left out;
-    otherwise raises `DataError` naming the first one. `done` is told how many are done.
+    otherwise raises `DataError` naming the first one. `on_progress` receives the number of processed images.
     """
     features, labels = [], []
     transform = transform or partial(square_crop, size=model.config.image_size)
     with stream(split, transform, batch_size, rows=rows, workers=runtime.workers, skip_bad=skip_bad) as parts:
         for part in parts:
             signals.check_here()
-            done(len(part.images) + part.skipped)
+            on_progress(len(part.images) + part.skipped)
             if len(part.images):
                 with torch.inference_mode(), engine.precision_of(runtime, device):
                     tokens = model.forward_features(model.normalize(part.images.to(device)))

@@ -60,8 +60,8 @@ def train(run: Run[ConfigT], data: ClassData, task: str) -> Json:
         training = _ClassifierTraining(run, data, facts)
         with run.outputs(task, run.tracker(config.runtime.report_to)) as outputs:
             job = training.job(outputs)
-            done = engine.fit(engine.prepare(training.model, config.runtime, world), job)
-        training.save(done, outputs)
+            fit_result = engine.fit(engine.prepare(training.model, config.runtime, world), job)
+        training.save(fit_result, outputs)
     classifier = load_classifier(str(folder.path))
     classifier.model.to(world.device).eval()
     scores = evaluate(classifier, data.val, config, world, keep_predictions=True)
@@ -217,7 +217,7 @@ class _ClassifierTraining:
             outputs=outputs,
         )
 
-    def save(self, done: engine.FitResult, outputs: engine.Outputs) -> None:
+    def save(self, result: engine.FitResult, outputs: engine.Outputs) -> None:
         """Take the last or the best checkpoint, and write the classifier's file."""
         config, data, world, console, model = self.config, self.data, self.world, self.console, self.model
         checkpoints, log = outputs.checkpoints, outputs.log
@@ -233,7 +233,7 @@ class _ClassifierTraining:
         self.classifier.facts = {
             "arch": vit_config.arch,
             "parameters": model.report.parameters,
-            "minival_top1": best[1]["best"] if best else done.metrics.get("accuracy"),
+            "minival_top1": best[1]["best"] if best else result.metrics.get("accuracy"),
             "best_step": best[1]["step"] if best else config.schedule.steps,
             "curve": [record for record in log.records() if "accuracy" in record],
             "lost_records": log.count_lost(),
@@ -242,7 +242,7 @@ class _ClassifierTraining:
             "trained_on": record(data.train) if world.leads else None,
         }
         if world.leads:
-            self.folder.note_time(done.seconds, done.wait_seconds)
+            self.folder.note_time(result.seconds, result.wait_seconds)
             save_classifier(self.classifier, self.folder.path / WEIGHTS)
             checkpoints.clear()
         distributed.barrier()
@@ -263,12 +263,16 @@ class _ClassifierTraining:
         pool, classes = shot_pool(self.data.train), len(self.data.classes)
         rows = draw_rows(torch.as_tensor(pool.labels).numpy(), classes, shots, 0).tolist()
         config, device = self.config, self.world.device
-        bad = config.data.skip_bad_images
+        skip_bad = config.data.skip_bad_images
         size = config.eval_batch_size
         # The probe's own crop would hide the edges of images that the network is trained on whole.
-        whole = self.classifier.transform if self.classifier.resize_side is None else None
-        train = encode(self.model, pool, config.runtime, device, size, rows=rows, skip_bad=bad, transform=whole)
-        test = encode(self.model, self.data.minival, config.runtime, device, size, skip_bad=bad, transform=whole)
+        transform = self.classifier.transform if self.classifier.resize_side is None else None
+        train = encode(
+            self.model, pool, config.runtime, device, size, rows=rows, skip_bad=skip_bad, transform=transform
+        )
+        test = encode(
+            self.model, self.data.minival, config.runtime, device, size, skip_bad=skip_bad, transform=transform
+        )
         return 100 * probe(*train, *test, classes)
 
 
@@ -303,14 +307,16 @@ def default_folder(config: SupervisedConfig, task: str) -> Path:
 
 def describe_training(result: dict[str, Any]) -> str:
     """Return the result as text."""
-    images, lost = result["images"], result.get("lost_records", 0)
+    images, lost_records = result["images"], result.get("lost_records", 0)
     height, width = result["image_size"]
     if result["minival_top1"] is None:
-        chosen = "the last step is scored; there was no minival to watch"
+        selection = "the last step is scored; there was no minival to watch"
     else:
         last = result["best_step"] == result["steps"]
-        which = "the last step is scored" if last else f"step {result['best_step']} was best on minival and is scored"
-        chosen = f"{which}; minival: top-1 {result['minival_top1']:.2f} % ({images['minival']} images)"
+        best_step = (
+            "the last step is scored" if last else f"step {result['best_step']} was best on minival and is scored"
+        )
+        selection = f"{best_step}; minival: top-1 {result['minival_top1']:.2f} % ({images['minival']} images)"
     skipped = f", {result['skipped']} unreadable ones left out" if result["skipped"] else ""
     probe = result.get("fewshot")
     probed = [f"{probe['data']}: {line.strip()}" for line in describe_accuracies(probe)] if probe else []
@@ -318,7 +324,7 @@ def describe_training(result: dict[str, Any]) -> str:
         f"{result['arch']} stem {result['stem']} at {height}x{width}, {result['classes']} classes\n"
         f"validation: top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} %, loss {result['loss']:.4g} "
         f"({images['val']} images{skipped})\n"
-        f"{chosen}; {count_noun(result['steps'], 'step')} on {images['train']} images"
+        f"{selection}; {count_noun(result['steps'], 'step')} on {images['train']} images"
         + "".join(f"\n{line}" for line in probed)
-        + (f"\nthe curve is incomplete: {lost} records of metrics.jsonl were lost" if lost else "")
+        + (f"\nthe curve is incomplete: {lost_records} records of metrics.jsonl were lost" if lost_records else "")
     )

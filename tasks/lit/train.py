@@ -161,7 +161,7 @@ def _check_data(
     }
     for name, word in words.items():
         if name in saved_facts and saved_facts[name] != facts[name]:
-            raise DataError(f"{folder.path}: the {word} changed since this run began; start another with -o")
+            raise DataError(f"{folder.path}: the {word} changed since this run started; start another with -o")
     if world.leads:
         folder.update(device=describe_device(world.device), ranks=world.size, status="running", **facts)
     return facts

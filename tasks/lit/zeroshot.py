@@ -182,7 +182,7 @@ def classify(
         batch_size=batch_size,
         workers=workers,
         skip_bad=skip_bad,
-        done=on_progress,
+        on_progress=on_progress,
         see=lambda rows, logits: nearest.see(rows, logits / scale),
     )
 

@@ -45,30 +45,30 @@ class Segmenter:
 
     def plan(self, evaluation: Evaluation | None = None) -> WindowPlan:
         """Return how images are seen; the stride is two thirds of the window unless it is given (341 for 512)."""
-        chosen = evaluation or self.evaluation
+        settings = evaluation or self.evaluation
         window = self.network.vit.config.image_size[0]
-        stride = chosen.stride or max(1, window * 2 // 3)
+        stride = settings.stride or max(1, window * 2 // 3)
         return WindowPlan(
             window,
-            min(stride, window) if chosen.mode == "slide" else None,
+            min(stride, window) if settings.mode == "slide" else None,
             self.data.caps(window),
-            chosen.size != "resize",
-            chosen.scales,
-            chosen.flip,
-            chosen.batch_size,
+            settings.size != "resize",
+            settings.scales,
+            settings.flip,
+            settings.batch_size,
         )
 
 
 def save_segmenter(segmenter: Segmenter, path: Path) -> str:
     """Write a segmenter as one safetensors file; returns its SHA-256. Raises `SaveError`."""
-    described = {
-        "classes": [asdict(one) for one in segmenter.classes],
+    description = {
+        "classes": [asdict(class_) for class_ in segmenter.classes],
         "final_norm": segmenter.network.final_norm,
         "data": segmenter.data.model_dump(mode="json"),
         "evaluation": segmenter.evaluation.model_dump(mode="json"),
         "facts": segmenter.facts,
     }
-    return export_backbone(segmenter.network.vit, path, {artifact_kinds.KEY: KEY, KEY: json.dumps(described)})
+    return export_backbone(segmenter.network.vit, path, {artifact_kinds.KEY: KEY, KEY: json.dumps(description)})
 
 
 def load_segmenter(place: str, command: str = "dpn segment predict") -> Segmenter:
@@ -80,12 +80,12 @@ def load_segmenter(place: str, command: str = "dpn segment predict") -> Segmente
     if not path.is_file():
         raise DataError(f"{place}: no such run; pass the folder of a 'dpn segment' run, or its {WEIGHTS}")
     source = open_checkpoint(str(path))
-    described = json.loads(source.about[KEY])
+    description = json.loads(source.about[KEY])
     vit = load_with_head(source, None)
     return Segmenter(
-        LinearSegmenter(vit, final_norm=described["final_norm"]).eval(),
-        tuple(Class(one["name"], tuple(one["color"])) for one in described["classes"]),
-        MaskData.model_validate({"decode": "pillow", **described["data"]}),  # Pillow decoded before files said it
-        Evaluation.model_validate(described["evaluation"]),
-        described["facts"],
+        LinearSegmenter(vit, final_norm=description["final_norm"]).eval(),
+        tuple(Class(entry["name"], tuple(entry["color"])) for entry in description["classes"]),
+        MaskData.model_validate({"decode": "pillow", **description["data"]}),  # Pillow decoded before files said it
+        Evaluation.model_validate(description["evaluation"]),
+        description["facts"],
     )

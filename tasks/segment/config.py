@@ -178,7 +178,7 @@ def resolve(
     config_file: str | None,
     flags: Mapping[str, Any],
     settings: Mapping[str, Any],
-    say: Logger = discard_message,
+    log: Logger = discard_message,
 ) -> Plain:
     """Merge the layers over the command's `config` (``ade20k`` or ``segment``); without data it becomes the demo's.
 
@@ -193,7 +193,7 @@ def resolve(
             "hf:OWNER/NAME, or demo"
         )
     shipped = "ade20k_demo" if source == "demo" else config
-    return merge(merge_layers(read_config(shipped), file, command, shipped, say), {"data": {"source": source}})
+    return merge(merge_layers(read_config(shipped), file, command, shipped, log), {"data": {"source": source}})
 
 
 def finalize(config: SegmentConfig, demo_checkpoint: str | None = None) -> SegmentConfig:
@@ -217,6 +217,6 @@ def finalize(config: SegmentConfig, demo_checkpoint: str | None = None) -> Segme
     return config.model_copy(update={"backbone": backbone})
 
 
-def resolve_steps(config: SegmentConfig, images: int, say: Logger = discard_message) -> SegmentConfig:
+def resolve_steps(config: SegmentConfig, images: int, log: Logger = discard_message) -> SegmentConfig:
     """Return the config with its duration in steps: App. G rounds the steps of an epoch down (20210 // 16 = 1263)."""
-    return resolve_training_steps(config, images // config.batch_size, say)
+    return resolve_training_steps(config, images // config.batch_size, log)

@@ -25,7 +25,7 @@ def dry_run_training(run: Run[SegmentConfig], data: SegmentData) -> Cost:
     name, weights = summarize_network(vit)
     del vit
 
-    def begin() -> DryRunSetup:
+    def build_setup() -> DryRunSetup:
         network = load_network(config, len(data.classes))
         segmenter = Segmenter(network, data.classes, config.data, config.evaluation, {})
         job = job_of(config, data, segmenter, world, engine.Outputs(warn=console.warn), workers=0)
@@ -33,21 +33,21 @@ def dry_run_training(run: Run[SegmentConfig], data: SegmentData) -> Cost:
         workers = count_workers(config.runtime.workers, world.device, world.local_ranks)
         return DryRunSetup(model, job, _sampled(config, segmenter, data, world), workers)
 
-    return dry_run_fit(begin, name, run.folder.path, weights=weights)
+    return dry_run_fit(build_setup, name, run.folder.path, weights=weights)
 
 
 def _sampled(config: SegmentConfig, segmenter: Segmenter, data: SegmentData, world: World) -> Sampled:
     """Return the evaluation of a few validation images of every rank."""
-    few = PairsSubset(data.val, range(min(IMAGES * world.size, len(data.val))))
+    samples = PairsSubset(data.val, range(min(IMAGES * world.size, len(data.val))))
     in_process = config.runtime.model_copy(update={"workers": 0})
 
     def load() -> None:
-        for row in range(world.rank, len(few), world.size):
-            few.load(row)
+        for row in range(world.rank, len(samples), world.size):
+            samples.load(row)
 
     return Sampled(
-        len(few),
-        lambda: score_sizes(segmenter, few, config.evaluation, in_process, world),
+        len(samples),
+        lambda: score_sizes(segmenter, samples, config.evaluation, in_process, world),
         load,
         during=len(data.val),
         end=len(data.val),

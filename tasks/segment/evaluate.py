@@ -21,12 +21,12 @@ from tasks.segment.palette import class_list_path, classes_of
 from tasks.segment.preflight import check_masks
 
 
-def evaluation_of(options: SegmentEvalOptions, before: Evaluation) -> Evaluation:
+def evaluation_of(options: SegmentEvalOptions, run_evaluation: Evaluation) -> Evaluation:
     """Return the run's way of evaluating with the options in place of it."""
     stated = options.model_dump(include={"mode", "size", "stride", "batch_size"}, exclude_none=True)
     if options.multi_scale:
         stated |= {"scales": MULTI_SCALE, "flip": True}
-    return Evaluation.model_validate({**before.model_dump(), **stated})
+    return Evaluation.model_validate({**run_evaluation.model_dump(), **stated})
 
 
 def evaluate(options: SegmentEvalOptions, console: Console) -> dict[str, Any] | None:
@@ -51,8 +51,8 @@ def evaluate(options: SegmentEvalOptions, console: Console) -> dict[str, Any] | 
         console.info(f"{len(pairs)} images of {len(segmenter.classes)} classes")
         segmenter.network.to(world.device)
         passes = 2 if evaluation.beside else 1
-        with console.counting("segment eval", passes * world.share(len(pairs))) as done:
-            scores, described = score_sizes(segmenter, pairs, evaluation, runtime, world, done)
+        with console.counting("segment eval", passes * world.share(len(pairs))) as on_progress:
+            scores, result = score_sizes(segmenter, pairs, evaluation, runtime, world, on_progress)
         result = {
             "task": "segment eval",
             "network": options.run,
@@ -61,7 +61,7 @@ def evaluate(options: SegmentEvalOptions, console: Console) -> dict[str, Any] | 
             "decoder": pairs.reading.versions(),
             "arch": segmenter.arch,
             "classes": len(segmenter.classes),
-            **described,
+            **result,
         }
         if options.output_dir and world.leads:
             replace_json(options.output_dir / "result.json", result)
@@ -76,12 +76,14 @@ def score_once(
     evaluation: Evaluation,
     runtime: Runtime,
     world: World,
-    done: OnProgress = ignore_progress,
+    on_progress: OnProgress = ignore_progress,
 ) -> SegmentScores:
     """Score a split in one way: at the images' own size where its size is ``both``."""
     with engine.precision_of(runtime, world.device):
         plan = segmenter.plan(evaluation)
-        return score(segmenter.network, pairs, segmenter.rule, plan, world, workers=runtime.workers, done=done)
+        return score(
+            segmenter.network, pairs, segmenter.rule, plan, world, workers=runtime.workers, on_progress=on_progress
+        )
 
 
 def score_sizes(
@@ -90,15 +92,15 @@ def score_sizes(
     evaluation: Evaluation,
     runtime: Runtime,
     world: World,
-    done: OnProgress = ignore_progress,
+    on_progress: OnProgress = ignore_progress,
 ) -> tuple[SegmentScores, dict[str, Any]]:
     """Score a split at the size, or both sizes, of `evaluation`; returns the scores and their part of a result."""
-    scores = score_once(segmenter, pairs, evaluation, runtime, world, done)
-    described = scores.to_dict()
+    scores = score_once(segmenter, pairs, evaluation, runtime, world, on_progress)
+    result = scores.to_dict()
     if evaluation.beside:
-        resized = score_once(segmenter, pairs, evaluation.beside, runtime, world, done).to_dict()
-        described["resized"] = {key: resized[key] for key in ("miou", "pixel_accuracy", "mean_accuracy")}
-    return scores, {**described, "evaluation": evaluation.model_dump(mode="json")}
+        resized = score_once(segmenter, pairs, evaluation.beside, runtime, world, on_progress).to_dict()
+        result["resized"] = {key: resized[key] for key in ("miou", "pixel_accuracy", "mean_accuracy")}
+    return scores, {**result, "evaluation": evaluation.model_dump(mode="json")}
 
 
 def _check_classes(data: MaskData, segmenter: Segmenter) -> None:

@@ -30,9 +30,11 @@ Item = tuple[list[Tensor], Tensor] | DataError
 
 def count_pixels(predicted: Tensor, label: Tensor, classes: int) -> Tensor:
     """Return the confusion matrix (classes, classes) int64 of two label maps, truth in rows, without label 255."""
-    seen = label != IGNORE
+    is_labelled = label != IGNORE
     # 32 bits a pixel: images of 10,000 x 10,000 are scored in one go.
-    return torch.bincount(label[seen].int() * classes + predicted[seen], minlength=classes**2).view(classes, classes)
+    return torch.bincount(label[is_labelled].int() * classes + predicted[is_labelled], minlength=classes**2).view(
+        classes, classes
+    )
 
 
 class ImageScore(NamedTuple):
@@ -103,10 +105,12 @@ class SegmentScores:
         table = csv.writer(text, lineterminator="\n")
         table.writerow(["class", "name", "pixels", "predicted", "iou", "recall", "precision"])
         precision = 100 * self.confusion.diagonal().double() / self.confusion.sum(0)
-        for index, one in enumerate(classes):
+        for index, class_ in enumerate(classes):
             shares = [values[index].item() for values in (self.iou, self.recall, precision)]
             counts = int(self.confusion[index].sum()), int(self.confusion[:, index].sum())
-            table.writerow([index, one.name, *counts, *("" if share != share else f"{share:.2f}" for share in shares)])
+            table.writerow(
+                [index, class_.name, *counts, *("" if share != share else f"{share:.2f}" for share in shares)]
+            )
         return text.getvalue()
 
 
@@ -137,18 +141,18 @@ def score(
     world: World,
     *,
     workers: int | Literal["auto"],
-    done: OnProgress = ignore_progress,
+    on_progress: OnProgress = ignore_progress,
 ) -> SegmentScores:
     """Score a network on a split at the labels' own sizes, each image once for any number of ranks.
 
-    `done` is told how many of this rank's images are done.
+    `on_progress` receives the number of processed images of this rank.
 
     Raises `DataError` for an unreadable image or a wrong mask, `StoppedError` when a signal asks to stop.
     """
     rows = range(world.rank, len(pairs), world.size)
     count = count_workers(workers, world.device, world.local_ranks)
     confusion = torch.zeros(rule.classes, rule.classes, dtype=torch.int64, device=world.device)
-    each: list[ImageScore] = []
+    scores: list[ImageScore] = []
     with open_loader(_Sized(pairs, rows, rule, plan), count, batch_size=None) as items:
         # All ranks loop as often as rank 0, which has the most rows, because they decide together when to stop.
         for turn in range(-(-len(pairs) // world.size)):
@@ -159,11 +163,11 @@ def score(
             predicted, label = _predict(network, item, plan, world.device)
             counts = count_pixels(predicted, label, rule.classes)
             confusion += counts
-            done(1)
+            on_progress(1)
             if bool(counts.any()):
-                each.append(ImageScore(rows[turn], SegmentScores(counts, 1).miou))
-    each = sorted(one for rank in distributed.from_all(each) for one in rank)
-    return SegmentScores(distributed.reduce_over_ranks(confusion).cpu(), len(pairs), each)
+                scores.append(ImageScore(rows[turn], SegmentScores(counts, 1).miou))
+    scores = sorted(score for rank in distributed.from_all(scores) for score in rank)
+    return SegmentScores(distributed.reduce_over_ranks(confusion).cpu(), len(pairs), scores)
 
 
 def predict_row(

@@ -84,15 +84,15 @@ class LabelRule:
     def explain(self, values: Sequence[int], where: str) -> str:
         """Describe the raw values of a mask that are no class, and guess their convention."""
         unknown = self.unknown(values)
-        shown = ", ".join(map(str, unknown[:5])) + (", …" if len(unknown) > 5 else "")
-        return f"{where}: the mask holds {shown}; allowed are {self}. {self._guess(values)}"
+        listed_values = ", ".join(map(str, unknown[:5])) + (", …" if len(unknown) > 5 else "")
+        return f"{where}: the mask holds {listed_values}; allowed are {self}. {self._guess(values)}"
 
     def _guess(self, values: Sequence[int]) -> str:
-        usual = {
+        known_formats = {
             "starts at 0 and ignores 255": LabelRule(self.classes, 0, 255),
             "starts at 1 and ignores 0": LabelRule(self.classes, 1, 0),
         }
-        for name, rule in usual.items():
+        for name, rule in known_formats.items():
             if (rule.offset, rule.ignore) != (self.offset, self.ignore) and not rule.unknown(values):
                 return (
                     f"It looks like one that {name}: "

@@ -24,8 +24,8 @@ PIXEL_BYTES = 4
 
 
 class _Examples(Dataset[Example]):
-    def __init__(self, pairs: Pairs, rule: LabelRule, how: SegmentAugmentation, seed: int) -> None:
-        self.pairs, self.rule, self.how, self.seed = pairs, rule, how, seed
+    def __init__(self, pairs: Pairs, rule: LabelRule, augmentation: SegmentAugmentation, seed: int) -> None:
+        self.pairs, self.rule, self.augmentation, self.seed = pairs, rule, augmentation, seed
 
     def __getitem__(self, item: Item) -> Example:
         step, place, row = item
@@ -35,12 +35,19 @@ class _Examples(Dataset[Example]):
         except DataError as error:
             return error  # raised in a worker process it would come back wrapped in that process's traceback
         draw = np.random.default_rng(fold(self.seed, step, place)).random
-        image, target, extent = pad(*augment(pixels, labels, self.how, draw), self.how.crop)
+        image, target, extent = pad(*augment(pixels, labels, self.augmentation, draw), self.augmentation.crop)
         return image, target, tuple(extent.tolist()), float(np.count_nonzero(target.numpy() != IGNORE))
 
 
 def segment_batches(
-    pairs: Pairs, rule: LabelRule, how: SegmentAugmentation, batch_size: int, seed: int, world: World, *, workers: int
+    pairs: Pairs,
+    rule: LabelRule,
+    augmentation: SegmentAugmentation,
+    batch_size: int,
+    seed: int,
+    world: World,
+    *,
+    workers: int,
 ) -> Batches:
     """Return the engine's ``batches``: this rank's rows of ``image`` (b, 3, h, w) and ``label`` (b, h, w), both uint8.
 
@@ -48,21 +55,21 @@ def segment_batches(
     number of labelled pixels per image of the whole batch, over all ranks: what the loss divides by.
     Raises `DataError` naming the first image or mask that is unreadable or wrong.
     """
-    mine = world.rows(batch_size)
+    rows = world.rows(batch_size)
 
     def batches(start: int) -> Generator[Batch, None, None]:
         with open_batches(
-            _Examples(pairs, rule, how, seed),
-            StepSampler(len(pairs), batch_size, seed, start, mine),
+            _Examples(pairs, rule, augmentation, seed),
+            StepSampler(len(pairs), batch_size, seed, start, rows),
             workers,
-            image_bytes=PIXEL_BYTES * math.prod(how.crop),
+            image_bytes=PIXEL_BYTES * math.prod(augmentation.crop),
             device=world.device,
-        ) as made:
-            for columns, errors in made:
+        ) as batches_of_examples:
+            for columns, errors in batches_of_examples:
                 if errors:
                     raise errors[0]
-                image, label, extent, known = (tensor.to(world.device, non_blocking=True) for tensor in columns)
-                labelled = distributed.reduce_over_ranks(known.sum())
+                image, label, extent, is_labelled = (tensor.to(world.device, non_blocking=True) for tensor in columns)
+                labelled = distributed.reduce_over_ranks(is_labelled.sum())
                 valid = (labelled / batch_size).expand(len(label))
                 yield {"image": image, "label": label, "extent": extent, "valid": valid}
 

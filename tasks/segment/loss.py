@@ -72,11 +72,11 @@ def _resizing(old: int, new: int, device: torch.device) -> Tensor:
 
 def _cross_entropy(scores: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sum over labelled pixels and its gradient (k, h, w), in the place of the scores (k, h, w)."""
-    known = truth != IGNORE
-    own = truth.long().masked_fill(~known, 0)[None]
+    is_labelled = truth != IGNORE
+    labels = truth.long().masked_fill(~is_labelled, 0)[None]
     scores -= scores.amax(0)
-    right = scores.gather(0, own)[0]
+    right = scores.gather(0, labels)[0]
     normalizer = scores.exp_().sum(0)
-    value = ((normalizer.log() - right) * known).sum()
-    scores *= known / normalizer
-    return value, scores.scatter_add_(0, own, -known[None].float())
+    value = ((normalizer.log() - right) * is_labelled).sum()
+    scores *= is_labelled / normalizer
+    return value, scores.scatter_add_(0, labels, -is_labelled[None].float())

@@ -44,22 +44,22 @@ class LinearSegmenter(nn.Module):
     @contextmanager
     def at_size(self, size: Size) -> Iterator[None]:
         """Let the network take images of another size for a while, with its position embedding resampled to it."""
-        vit, own = self.vit, self.vit.pos_embed
-        patch, before = vit.config.patch, vit.config.image_size
+        vit, pos_embed = self.vit, self.vit.pos_embed
+        patch, image_size = vit.config.patch, vit.config.image_size
         grid = size[0] // patch[0], size[1] // patch[1]
-        table = resample_posemb(own.detach(), vit.config.grid, grid, align_corners=False)
+        table = resample_posemb(pos_embed.detach(), vit.config.grid, grid, align_corners=False)
         vit.pos_embed = nn.Parameter(table, requires_grad=False)
         vit.patch_embed.set_input_size(size)
         vit.set_grid(grid)
         try:
             yield
         finally:
-            vit.pos_embed = own
-            vit.patch_embed.set_input_size(before)
+            vit.pos_embed = pos_embed
+            vit.patch_embed.set_input_size(image_size)
             vit.set_grid(vit.config.grid)
 
 
-def initialize_head(vit: Backbone, how: Literal["truncated_normal", "lecun_normal", "zero"], seed: int) -> None:
+def initialize_head(vit: Backbone, method: Literal["truncated_normal", "lecun_normal", "zero"], seed: int) -> None:
     """Fill the head: Segmenter's normal of 0.02, flax's default, or zero; the bias is zero.
 
     Appendix G does not say which. The network's report says what was done.
@@ -67,16 +67,16 @@ def initialize_head(vit: Backbone, how: Literal["truncated_normal", "lecun_norma
     generator = torch.Generator().manual_seed(seed)
     assert isinstance(vit.head, nn.Linear)
     weight = torch.zeros(vit.head.weight.shape)
-    if how == "truncated_normal":
+    if method == "truncated_normal":
         nn.init.trunc_normal_(weight, std=0.02, generator=generator)
-    elif how == "lecun_normal":
+    elif method == "lecun_normal":
         std = weight.shape[1] ** -0.5 / TRUNCATED_NORMAL_STD
         nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std, generator=generator)
     with torch.no_grad():
         vit.head.weight.copy_(weight)
         vit.head.bias.zero_()
-    said = {"head.weight (zero)": f"head.weight ({how.replace('_', ' ')})"}
-    vit.report.new = [said.get(name, name) for name in vit.report.new]
+    initialized = {"head.weight (zero)": f"head.weight ({method.replace('_', ' ')})"}
+    vit.report.new = [initialized.get(name, name) for name in vit.report.new]
 
 
 def use_imagenet_inputs(vit: Backbone) -> None:

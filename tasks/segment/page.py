@@ -29,11 +29,11 @@ MOST_BARS = 60
 WORST_PAIRS = 10
 # An image's files: itself, truth, prediction, errors.
 ENDINGS = ("jpg", "truth.png", "predicted.png", "errors.png")
-ERRORS_SAID = (
+ERROR_NOTE = (
     "Errors: wrong pixels are orange, right ones grey, and those that no label judges white. An image's mIoU is the "
     "mean over the classes in its truth or its prediction."
 )
-AGAIN = "'dpn segment eval -o' writes it"
+ADVICE = "'dpn segment eval -o' writes it"
 
 
 def findings(run: RunRecord, prefix: str) -> Findings:
@@ -101,7 +101,7 @@ def _confusions(folder: Path, prefix: str) -> list[PageSection]:
         for true, predicted, pixels in cells:
             counts[true][predicted] = pixels
     except (OSError, ValueError, KeyError, IndexError, csv.Error):
-        return [PageSection("Confusions", [TextBlock(f"confusion.csv is missing or damaged; {AGAIN}.")])]
+        return [PageSection("Confusions", [TextBlock(f"confusion.csv is missing or damaged; {ADVICE}.")])]
     total = sum(pixels for _, _, pixels in cells) or 1
     confusions = sorted((cell for cell in cells if cell[0] != cell[1]), key=lambda cell: -cell[2])[:WORST_PAIRS]
     rows: list[list[Cell]] = [
@@ -117,7 +117,7 @@ def _images(folder: Path) -> list[PageSection]:
     """Return the best, median and worst images, each in one row with truth, prediction and errors."""
     samples = read_object(folder / "samples.json")
     if samples is None:
-        return [PageSection("Images", [TextBlock(f"samples.json is missing or damaged; {AGAIN}.")])]
+        return [PageSection("Images", [TextBlock(f"samples.json is missing or damaged; {ADVICE}.")])]
     parts: list[Part] = []
     for kind in ("best", "median", "worst"):
         images = []
@@ -131,4 +131,4 @@ def _images(folder: Path) -> list[PageSection]:
     if not parts:
         return []
     legend = Legend("Classes in these images", samples["colours"])
-    return [PageSection("Images", [legend, *parts, TextBlock(ERRORS_SAID)])]
+    return [PageSection("Images", [legend, *parts, TextBlock(ERROR_NOTE)])]

@@ -26,7 +26,7 @@ from tasks.segment.palette import Class
 
 SAMPLES, FOLDER, CONFUSION = "samples.json", "samples", "confusion.csv"
 # Images of each kind, and the longer side of their images in pixels.
-EACH, SIDE = 3, 176
+PER_KIND, SIDE = 3, 176
 # Colours of an error map: right, wrong, ignored.
 ERRORS = ((216, 221, 227), (213, 94, 0), (255, 255, 255))
 Palette = Sequence[tuple[int, int, int]]
@@ -50,26 +50,26 @@ def save_samples(
     replace_text(folder / "per_class.csv", scores.per_class(segmenter.classes))
     replace_text(folder / CONFUSION, as_csv(_confusions(segmenter.classes, scores)))
     rows: Rows = [["row", "image", "miou"]]
-    rows += [[one.row, pairs.where(one.row), one.miou] for one in scores.each]
+    rows += [[score.row, pairs.where(score.row), score.miou] for score in scores.each]
     replace_text(folder / "per_image.csv", as_csv(rows))
     if (folder / SAMPLES).is_file():
         for path in (folder / FOLDER).glob("*.*"):
             path.unlink()
-    seen, described = set[int](), []
+    labels, entries = set[int](), []
     with engine.precision_of(runtime, world.device):
-        for kind, several in select_extremes(scores.each).items():
-            for one in several:
-                seen |= _draw(folder / FOLDER, segmenter, pairs, one.row, evaluation, world.device)
-                described.append({"kind": kind, "row": one.row, "image": pairs.where(one.row), "miou": one.miou})
-    shown = [segmenter.classes[label] for label in sorted(seen)]
-    colours = [[one.name, f"#{bytes(one.color).hex()}"] for one in shown]
-    replace_json(folder / SAMPLES, {"images": described, "colours": colours})
+        for kind, scores_of_kind in select_extremes(scores.each).items():
+            for score in scores_of_kind:
+                labels |= _draw(folder / FOLDER, segmenter, pairs, score.row, evaluation, world.device)
+                entries.append({"kind": kind, "row": score.row, "image": pairs.where(score.row), "miou": score.miou})
+    classes_shown = [segmenter.classes[label] for label in sorted(labels)]
+    colours = [[score.name, f"#{bytes(score.color).hex()}"] for score in classes_shown]
+    replace_json(folder / SAMPLES, {"images": entries, "colours": colours})
 
 
 def select_extremes(each: Sequence[ImageScore]) -> dict[str, list[ImageScore]]:
     """Return the best, median and worst images, the best first; an image is in one of the three."""
     order = sorted(each, key=lambda score: (-score.miou, score.row))
-    count = max(1, min(EACH, len(order) // 3))
+    count = max(1, min(PER_KIND, len(order) // 3))
     best, remaining = order[:count], order[count:]
     middle, worst = remaining[:-count], remaining[-count:]
     start = max(0, (len(middle) - count) // 2)

@@ -39,11 +39,11 @@ STRENGTH, ROW = 0.55, 22
 # Overlays of a page, their longer side in pixels, and the classes below each: as many bytes as a page of thumbnails.
 MOST_SHOWN, SHOWN_SIDE, MOST_NAMED = 100, 288, 6
 # Overlays side by side, which are larger than thumbnails.
-ACROSS = 3
+PER_ROW = 3
 # Endings of the files of an image.
 ENDINGS = (".labels.png", ".overlay.png", ".legend.png")
 # Ending of the message about stopped work.
-DRAWN = "the images that were finished are kept"
+FINISHED_NOTE = "the images that were finished are kept"
 
 
 def predict(options: SegmentPredictOptions, console: Console) -> Predictions:
@@ -56,35 +56,35 @@ def predict(options: SegmentPredictOptions, console: Console) -> Predictions:
     were for the training. Unreadable images are named and left out; raises `DataError` where that leaves none, and
     for a missing image.
     """
-    how, runtime = options.reading, options.runtime
-    with signals.listen(DRAWN), join(runtime.device) as world:
+    runtime = options.runtime
+    with signals.listen(FINISHED_NOTE), join(runtime.device) as world:
         refuse_ranks(world, "segment predict")
         segmenter = load_segmenter(options.run)
         paths = _images(options, console)
-        names, found = _unique_file_names(paths), Predictions(paths, options.written, console, MOST_SHOWN)
+        names, predictions = _unique_file_names(paths), Predictions(paths, options.written, console, MOST_SHOWN)
         _check_outputs(paths, [options.output_dir / name for name in names])
         segmenter.network.to(world.device)
         # Photographs have any size: where a run is scored at two, that of its training suits them.
         plan = segmenter.plan(segmenter.evaluation.beside)
         plan = replace(plan, batch_size=options.batch_size or plan.batch_size)
-        reading = ReadOptions(how.decode or segmenter.data.decode, how.max_pixels, shrink=False)
-        batches = found.read(
+        reading = ReadOptions(options.reading.decode or segmenter.data.decode, options.reading.max_pixels, shrink=False)
+        batches = predictions.read(
             reading, partial(_image_sizes, plan=plan), batch_size=1, workers=runtime.workers, label="segment predict",
             small=False,
         )  # fmt: skip
         with closing(batches):
-            for (one,) in batches:
-                pixels, sized = one.prepared
+            for (image,) in batches:
+                pixels, sized = image.prepared
                 images = [image.to(world.device) for image in sized]
                 with torch.inference_mode(), engine.precision_of(runtime, world.device):
                     labels: Labels = label_map(segmenter.network, images, pixels.shape[:2], plan).cpu().numpy()
                 files, overlay, classes = _write_prediction(
-                    pixels, labels, segmenter, options.output_dir / names[one.index]
+                    pixels, labels, segmenter, options.output_dir / names[image.index]
                 )
-                small = thumbnail(np.asarray(overlay), SHOWN_SIDE) if one.index in found.shown else None
-                found.add({"image": str(one.path), **files, "classes": classes}, small)
-        found.write("dpn segment predict", options.run, _summary(found.results, segmenter), _lines, ACROSS)
-    return found
+                small = thumbnail(np.asarray(overlay), SHOWN_SIDE) if image.index in predictions.shown else None
+                predictions.add({"image": str(image.path), **files, "classes": classes}, small)
+        predictions.write("dpn segment predict", options.run, _summary(predictions.results, segmenter), _lines, PER_ROW)
+    return predictions
 
 
 def _image_sizes(pixels: Pixels, plan: WindowPlan) -> tuple[Pixels, list[Tensor]]:

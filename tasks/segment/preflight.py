@@ -20,33 +20,33 @@ def check_masks(pairs: Pairs, rule: LabelRule, sample: int = SAMPLE) -> set[int]
     first mask that is an image in colours, or of another size than its image.
     """
     values: set[int] = set()
-    wrong: str | None = None
+    unknown_mask: str | None = None
     for index in _spread(pairs, sample):
         where = pairs.where_mask(index)
         with pairs.open(index) as image:
             mask = pairs.load_mask(index, (image.height, image.width))
         values_here = np.unique(mask).tolist()
         values.update(values_here)
-        wrong = wrong or (where if rule.unknown(values_here) else None)
-    if wrong:
-        raise DataError(rule.explain(sorted(values), wrong))
+        unknown_mask = unknown_mask or (where if rule.unknown(values_here) else None)
+    if unknown_mask:
+        raise DataError(rule.explain(sorted(values), unknown_mask))
     labels = {int(rule.table[value]) for value in values} - {IGNORE}
     if not labels:
         raise DataError(f"{pairs.where_mask(0)} and the masks after it: every pixel is ignored; allowed are {rule}")
     return labels
 
 
-def check_crops(pairs: Pairs, how: SegmentAugmentation, sample: int = SAMPLE) -> str | None:
+def check_crops(pairs: Pairs, augmentation: SegmentAugmentation, sample: int = SAMPLE) -> str | None:
     """Return a warning when training crops show too little of a split's images; reads no more than their sizes.
 
     The images have the size that they are cropped at, in the middle of the random ratios.
     """
-    longest, shortest = (int(cap * sum(how.ratio) / 2) for cap in how.scale)
+    longest, shortest = (int(cap * sum(augmentation.ratio) / 2) for cap in augmentation.scale)
     sizes = []
     for index in _spread(pairs, sample):
         with pairs.open(index) as image:
             sizes.append(fit_into((image.height, image.width), longest, shortest))
-    return crop_warning(how.crop, sizes)
+    return crop_warning(augmentation.crop, sizes)
 
 
 def _spread(pairs: Pairs, sample: int) -> list[int]:

@@ -67,18 +67,18 @@ def resize_rows(matrix: Tensor, rows: int) -> Tensor:
     return torch.lerp(matrix[lower], matrix[upper], (place - lower)[:, None])
 
 
-def axis_matrix(window: int, begins: Sequence[int], patches: int, length: int, out: int) -> Tensor:
+def axis_matrix(window: int, window_starts: Sequence[int], patches: int, length: int, out: int) -> Tensor:
     """Return (out, windows * patches): each output pixel as a mean of windows of logits per patch, along one axis.
 
     A window is `window` pixels and `patches` logits long; windows begin at `begins` in an image of `length` pixels,
     which is resized to `out` pixels.
     """
     upsample = resize_rows(torch.eye(patches, dtype=torch.float64), window)
-    matrix = torch.zeros(max(length, window), len(begins) * patches, dtype=torch.float64)
+    matrix = torch.zeros(max(length, window), len(window_starts) * patches, dtype=torch.float64)
     covered = torch.zeros(len(matrix), 1, dtype=torch.float64)
-    for index, begin in enumerate(begins):
-        matrix[begin : begin + window, index * patches : (index + 1) * patches] = upsample
-        covered[begin : begin + window] += 1
+    for index, start in enumerate(window_starts):
+        matrix[start : start + window, index * patches : (index + 1) * patches] = upsample
+        covered[start : start + window] += 1
     return resize_rows((matrix / covered)[:length], out).float()
 
 

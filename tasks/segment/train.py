@@ -58,16 +58,16 @@ class SegmentData:
 def open_data(config: SegmentConfig) -> SegmentData:
     """Open a config's data. Raises `DataError`, and `DpnError` when the fraction leaves too few images for a batch."""
     data = config.data
-    whole = open_pairs(data, "train")
+    all_pairs = open_pairs(data, "train")
     classes, rule = classes_of(data), rule_of(data)
-    train = take(whole, data.fraction)
+    train = take(all_pairs, data.fraction)
     if len(train) < config.batch_size:
-        left = f"--fraction {data.fraction:g} leaves {len(train)} of {len(whole)}" if data.fraction < 1 else ""
+        left = f"--fraction {data.fraction:g} leaves {len(train)} of {len(all_pairs)}" if data.fraction < 1 else ""
         raise DpnError(
             f"{left or f'--data {data.source} has {len(train)}'} images to train on, fewer than a batch of "
             f"{config.batch_size}; use a larger --fraction, or --batch-size {max(1, len(train))} at most"
         )
-    return SegmentData(train, open_pairs(data, "val"), len(whole), classes, rule)
+    return SegmentData(train, open_pairs(data, "val"), len(all_pairs), classes, rule)
 
 
 def train(run: Run[SegmentConfig]) -> Json:
@@ -86,20 +86,20 @@ def train(run: Run[SegmentConfig]) -> Json:
             folder.update(backbone=network.vit.report.to_dict(), **{DIGEST: None})
         with run.outputs("segment", run.tracker(config.runtime.report_to)) as outputs:
             job = job_of(config, data, segmenter, world, outputs)
-            done = engine.fit(engine.prepare(network, config.runtime, world), job)
+            fit_result = engine.fit(engine.prepare(network, config.runtime, world), job)
         segmenter.facts = {
             "config": config.model_dump(mode="json"),
             "data": facts["data"],
         }
         if world.leads:
-            folder.note_time(done.seconds, done.wait_seconds)
+            folder.note_time(fit_result.seconds, fit_result.wait_seconds)
             save_segmenter(segmenter, folder.path / WEIGHTS)
         distributed.barrier()
     if world.leads:
         Checkpoints(folder.path / "checkpoints").clear()  # a run that was killed here finds them again
     segmenter = load_segmenter(str(folder.path))
     segmenter.network.to(world.device)
-    scores, described = score_sizes(segmenter, data.val, config.evaluation, config.runtime, world)
+    scores, result_scores = score_sizes(segmenter, data.val, config.evaluation, config.runtime, world)
     result = {
         "task": "segment",
         "dataset": "demo" if config.demo else config.data.dataset,
@@ -107,7 +107,7 @@ def train(run: Run[SegmentConfig]) -> Json:
         "stem": config.backbone.stem,
         "crop": list(segmenter.network.vit.config.image_size),
         "classes": len(data.classes),
-        **described,
+        **result_scores,
         "fraction": config.data.fraction,
         "train_images": len(data.train),
         "train_list": list_digest(data.train),
@@ -151,14 +151,14 @@ def describe_length(config: SegmentConfig, data: SegmentData) -> str:
 def _check_data(config: SegmentConfig, data: SegmentData, folder: RunFolder, world: World, console: Console) -> Json:
     """Read a sample of masks, and check that a resumed run has the classes and images of its start."""
     facts: Json = {
-        "classes": [one.name for one in data.classes],
+        "classes": [class_.name for class_ in data.classes],
         "data": {"train": fingerprint(data.train), "val": fingerprint(data.val)},
     }
-    before = distributed.from_leader(folder.facts)
-    for key, what in (("classes", "classes"), ("data", "images or masks")):
-        if key in before and before[key] != facts[key]:
+    saved_facts = distributed.from_leader(folder.facts)
+    for key, name in (("classes", "classes"), ("data", "images or masks")):
+        if key in saved_facts and saved_facts[key] != facts[key]:
             raise DataError(
-                f"--data {config.data.source}: the {what} have changed since this run began; start another with -o"
+                f"--data {config.data.source}: the {name} have changed since this run started; start another with -o"
             )
     console.info(describe_length(config, data))
     if world.leads:
@@ -170,8 +170,8 @@ def _check_data(config: SegmentConfig, data: SegmentData, folder: RunFolder, wor
             **facts,
         )
         for name, split in (("training", data.train), ("validation", data.val)):
-            seen = check_masks(split, data.rule, SAMPLE // 2)
-            missing = [one.name for label, one in enumerate(data.classes) if label not in seen]
+            labels = check_masks(split, data.rule, SAMPLE // 2)
+            missing = [class_.name for label, class_ in enumerate(data.classes) if label not in labels]
             if missing and len(split) <= SAMPLE // 2:
                 console.warn(f"classes without a pixel in the {name} masks: {', '.join(missing[:8])}")
     return facts
@@ -216,9 +216,11 @@ def job_of(
 ) -> engine.TrainJob:
     """Return the engine's job: the segmenter's training by a config whose duration is in steps."""
     network = segmenter.network
-    how = augmentation_of(config, network.vit.config.image_size)
+    augmentation = augmentation_of(config, network.vit.config.image_size)
     workers = count_workers(config.runtime.workers, world.device, world.local_ranks) if workers is None else workers
-    batches = segment_batches(data.train, data.rule, how, config.batch_size, config.seed, world, workers=workers)
+    batches = segment_batches(
+        data.train, data.rule, augmentation, config.batch_size, config.seed, world, workers=workers
+    )
     every = config.evaluate_every or 0
     every = every if every < config.schedule.steps else 0  # the end is scored anyway
     return engine.TrainJob.from_config(

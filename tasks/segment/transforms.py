@@ -87,35 +87,35 @@ def crop_labels(labels: Labels, size: Size, box: Box) -> Labels:
     return cropped
 
 
-def augment(pixels: Pixels, labels: Labels, how: SegmentAugmentation, draw: Draw) -> tuple[Tensor, Tensor]:
+def augment(pixels: Pixels, labels: Labels, augmentation: SegmentAugmentation, draw: Draw) -> tuple[Tensor, Tensor]:
     """Make a training example of an image (h, w, 3) and its labels (h, w).
 
     Returns image and labels of at most the crop's size: small ones are padded later, after normalising.
     """
-    ratio = how.ratio[0] + draw() * (how.ratio[1] - how.ratio[0])
-    longest, shortest = int(how.scale[0] * ratio), int(how.scale[1] * ratio)
+    ratio = augmentation.ratio[0] + draw() * (augmentation.ratio[1] - augmentation.ratio[0])
+    longest, shortest = int(augmentation.scale[0] * ratio), int(augmentation.scale[1] * ratio)
     size = fit_into((pixels.shape[0], pixels.shape[1]), longest, shortest)
-    box, cropped = _crop(labels, size, how, draw)
+    box, cropped = _crop(labels, size, augmentation, draw)
     target = torch.from_numpy(cropped)
     image = resize_part(pixels, size, box)
-    if draw() < 0.5 and how.flip:
+    if draw() < 0.5 and augmentation.flip:
         image, target = image.flip(-1), target.flip(-1)
-    return photometric_distortion(image, draw) if how.photometric else image, target
+    return photometric_distortion(image, draw) if augmentation.photometric else image, target
 
 
-def _crop(labels: Labels, size: Size, how: SegmentAugmentation, draw: Draw) -> tuple[Box, Labels]:
+def _crop(labels: Labels, size: Size, augmentation: SegmentAugmentation, draw: Draw) -> tuple[Box, Labels]:
     """Draw crops until one has two classes and none of them covers `cat_max` of it, or the tries are used up."""
-    height, width = min(how.crop[0], size[0]), min(how.crop[1], size[1])
+    height, width = min(augmentation.crop[0], size[0]), min(augmentation.crop[1], size[1])
 
     def box() -> Box:
         top = int(draw() * (size[0] - height + 1))
         return top, int(draw() * (size[1] - width + 1)), height, width
 
-    for _ in range(CROP_TRIES if how.cat_max < 1 else 0):
+    for _ in range(CROP_TRIES if augmentation.cat_max < 1 else 0):
         crop_box = box()
         cropped = crop_labels(labels, size, crop_box)
         counts = torch.bincount(torch.from_numpy(cropped).flatten(), minlength=IGNORE + 1)[:IGNORE]  # NumPy's is slower
-        if counts.count_nonzero() > 1 and int(counts.max()) / int(counts.sum()) < how.cat_max:
+        if counts.count_nonzero() > 1 and int(counts.max()) / int(counts.sum()) < augmentation.cat_max:
             return crop_box, cropped
     crop_box = box()
     return crop_box, crop_labels(labels, size, crop_box)

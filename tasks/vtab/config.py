@@ -151,7 +151,7 @@ class VtabConfig(CompareConfig):
 
 
 def resolve(
-    config_file: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any], say: Logger = discard_message
+    config_file: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any], log: Logger = discard_message
 ) -> Plain:
     """Merge the layers of the config, and fill in data, weights and image size that no layer names.
 
@@ -165,7 +165,7 @@ def resolve(
         arch, weights = (last_given("backbone", key, file, command) for key in ("arch", "checkpoint"))
         small = str(arch).startswith("mu/") if arch else weights in (None, "none")
         shipped = "vtab_demo" if small else "vtab_demo_large"
-    return merge(merge_layers(read_config(shipped), file, command, "vtab", say), {"data": {"source": source}})
+    return merge(merge_layers(read_config(shipped), file, command, "vtab", log), {"data": {"source": source}})
 
 
 def finalize(config: VtabConfig) -> VtabConfig:

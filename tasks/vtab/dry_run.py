@@ -32,14 +32,14 @@ def dry_run_sweep(run: Run[VtabConfig], network: str, data: Mapping[Task, TaskDa
     console.info(f"{format_network(network)}: {trainer.model.report.summary()}")
     trial = VtabTrial(network, task, config.lrs[0], config.seeds[0], "train800", run.folder.path)
 
-    def begin() -> DryRunSetup:
+    def build_setup() -> DryRunSetup:
         job = trainer.job(trial, engine.Outputs(warn=console.warn))
         workers = count_workers(config.runtime.workers, world.device, world.local_ranks)
         return DryRunSetup(trainer.trainable, job, _sampled(trainer), workers)
 
     weights = 4 * trainer.model.report.parameters
     name = network if config.compare else f"{trainer.model.config.arch} {network}"
-    return sweep_cost(config, dry_run_fit(begin, name, run.folder.path, weights=weights), data)
+    return sweep_cost(config, dry_run_fit(build_setup, name, run.folder.path, weights=weights), data)
 
 
 def sweep_cost(config: VtabConfig, trial: Cost, tasks: Collection[Task]) -> Cost:
@@ -64,12 +64,12 @@ def _sampled(trainer: Trainer) -> Sampled:
     config, world = trainer.config, trainer.world
     pixels, split = trainer.pixels("val200", train=False), trainer.data.val200
     images = min(config.eval_batch_size * world.size, len(pixels.images))
-    few = PixelSet(pixels.images[:images], pixels.labels[:images])
-    mine = ImageSubset(split, range(world.rank, images, world.size))
-    decode = partial(load, mine, trainer.size, workers=0, skip_bad=config.data.skip_bad_images)
+    samples = PixelSet(pixels.images[:images], pixels.labels[:images])
+    rank_images = ImageSubset(split, range(world.rank, images, world.size))
+    decode = partial(load, rank_images, trainer.size, workers=0, skip_bad=config.data.skip_bad_images)
 
     def evaluate() -> None:
         decode()
-        trainer.evaluate(few)
+        trainer.evaluate(samples)
 
     return Sampled(images, evaluate, decode, end=1)

@@ -145,27 +145,33 @@ def _bars(result: Json, networks: Mapping[str, Json], prefix: str) -> list[Chart
     """Return the bars of the groups and of the tasks, each network next to its result in the paper."""
     charts: list[Chart] = []
     tasks = networks[result["stem"]]["tasks"]
-    members = {group: [task for task, one in tasks.items() if one["group"] == group] for group in GROUPS}
-    shown = [group for group in GROUPS if members[group]]
+    members = {group: [task for task, category in tasks.items() if category["group"] == group] for group in GROUPS}
+    groups = [group for group in GROUPS if members[group]]
     for name, title, categories in (
-        ("groups", "Mean test accuracy by group", shown),
-        ("tasks", "Test accuracy by task", [task for group in shown for task in members[group]]),
+        ("groups", "Mean test accuracy by group", groups),
+        ("tasks", "Test accuracy by task", [task for group in groups for task in members[group]]),
     ):
         series: dict[str, Sequence[float | None]] = {}
         errors: dict[str, Sequence[float | None]] = {}
-        beside: dict[str, str] = {}
+        paired_with: dict[str, str] = {}
         for network, part in networks.items():
-            found = [part["groups"][one] if name == "groups" else part["tasks"][one]["test"] for one in categories]
-            series[network] = [one and one["mean"] for one in found]
-            errors[network] = [one and one["stderr"] for one in found]
+            values = [
+                part["groups"][category] if name == "groups" else part["tasks"][category]["test"]
+                for category in categories
+            ]
+            series[network] = [summary and summary["mean"] for summary in values]
+            errors[network] = [summary and summary["stderr"] for summary in values]
             if paper := paper_of(result, network):
-                beside[f"{network}, paper"] = network
+                paired_with[f"{network}, paper"] = network
                 series[f"{network}, paper"] = [
-                    fmean(paper[task] for task in (members[one] if name == "groups" else [one])) for one in categories
+                    fmean(paper[task] for task in (members[category] if name == "groups" else [category]))
+                    for category in categories
                 ]
         caption = "Thin lines: standard error over seeds." if len(result["seeds"]) > 1 else ""
         axis = "test accuracy in %"
-        charts.append(BarChart(f"{prefix}{name}", title, axis, categories, series, errors, beside, caption=caption))
+        charts.append(
+            BarChart(f"{prefix}{name}", title, axis, categories, series, errors, paired_with, caption=caption)
+        )
     return charts
 
 

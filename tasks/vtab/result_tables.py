@@ -90,17 +90,17 @@ def _result_of(outcomes: Sequence[TaskOutcome], config: VtabConfig) -> Json:
     groups = {
         group: _mean_of(tasks, [name for name, task in tasks.items() if task["group"] == group]) for group in GROUPS
     }
-    everything = _mean_of(tasks, list(tasks)) if set(tasks) == {task.name for task in TASKS} else None
-    whole = [part for part in groups.values() if part is not None]
+    mean_of_tasks = _mean_of(tasks, list(tasks)) if set(tasks) == {task.name for task in TASKS} else None
+    group_means = [part for part in groups.values() if part is not None]
     mean_groups = None
-    if len(whole) == len(GROUPS):
+    if len(group_means) == len(GROUPS):
         mean_groups = summarize(
-            [fmean(values) for values in zip(*(part.values for part in whole), strict=True)], PERCENT
+            [fmean(values) for values in zip(*(part.values for part in group_means), strict=True)], PERCENT
         )
     return {
-        "mean19": everything and round(everything.mean, 4),
+        "mean19": mean_of_tasks and round(mean_of_tasks.mean, 4),
         "mean_groups": mean_groups and round(mean_groups.mean, 4),
-        "mean19_over_seeds": everything and everything.to_dict(),
+        "mean19_over_seeds": mean_of_tasks and mean_of_tasks.to_dict(),
         "mean_groups_over_seeds": mean_groups and mean_groups.to_dict(),
         "groups": {name: group and group.to_dict() for name, group in groups.items()},
         "failed": [line for outcome in outcomes for line in outcome.failed],
@@ -208,11 +208,11 @@ def _table(result: Json, network: str, part: Json) -> Table:
     for group in GROUPS:
         members = {name: task for name, task in part["tasks"].items() if task["group"] == group}
         for name, task in members.items():
-            chosen = [v for v in task["val"].get(f"{task['lr']:g}", []) if v is not None] if task["lr"] else []
+            values = [v for v in task["val"].get(f"{task['lr']:g}", []) if v is not None] if task["lr"] else []
             table.add_row(
                 name,
                 f"{task['lr']:g}" if task["lr"] else "-",
-                f"{fmean(chosen):.1f}" if chosen else "-",
+                f"{fmean(values):.1f}" if values else "-",
                 *_trials(task["test"]),
                 f"{task['chance']:.1f}",
                 *([f"{paper[name]:.1f}"] if paper else []),

@@ -144,7 +144,7 @@ def _check(run: Run[VtabConfig]) -> tuple[dict[Task, TaskData], Json]:
     fingerprints = {task.name: entry.fingerprints for task, entry in data.items()}
     facts = distributed.from_leader(folder.facts)
     if facts.get("data", fingerprints) != fingerprints:
-        raise DataError(f"{config.data.source}: the data have changed since this run began; start another with -o")
+        raise DataError(f"{config.data.source}: the data have changed since this run started; start another with -o")
     for network in config.networks:
         _check_network(config, network, tasks[0], folder, facts, world, console)
     if world.leads and not (run.one_trial and facts.get("data")):  # which another process has checked
@@ -170,7 +170,7 @@ def _check_network(
     console.info(f"{format_network(network)}: {report.summary()}")
     recorded_digest = facts.get(f"backbone_{network}", {}).get("digest", report.digest)
     if recorded_digest != report.digest:
-        raise DataError(f"{report.source}: the weights have changed since this run began; start another with -o")
+        raise DataError(f"{report.source}: the weights have changed since this run started; start another with -o")
     trials, free = len(config.lrs) * len(config.seeds), shutil.disk_usage(folder.path).free
     needed = 4 * trials * report.parameters
     if free < needed:

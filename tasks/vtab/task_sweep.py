@@ -144,8 +144,8 @@ class TaskSweep:
     def _failure(self, trial: VtabTrial) -> str | None:
         """Return why a trial failed, here or in another process."""
         if self.dispatched and trial.done(self.config.schedule.steps) is None:
-            written = read_json(trial.path / "failed.json")
-            return str(written["error"]) if written else self.failures.get(trial.label)
+            failure = read_json(trial.path / "failed.json")
+            return str(failure["error"]) if failure else self.failures.get(trial.label)
         return self.failures.get(trial.label)
 
     def save_failure(self, trial: VtabTrial, error: DpnError) -> None:
@@ -175,11 +175,11 @@ class TaskSweep:
         distributed.barrier()
         self.console.info(f"{trial.label}: val {marker['val_accuracy']:.1f} %  ({result.seconds:.1f} s)")
 
-    def _score_and_discard(self, chosen: Sequence[VtabTrial]) -> None:
+    def _score_and_discard(self, trials: Sequence[VtabTrial]) -> None:
         """Score the chosen trials on the test split, warn of a mean at chance, and delete their weights."""
         with self.run.claim(self.path):
-            self._score(chosen)
-        self._discard(chosen)
+            self._score(trials)
+        self._discard(trials)
         counts = np.bincount(np.asarray(self.data.test.labels), minlength=self.task.classes)
         metric = f"{self.task.name} {self.network}: test top-1"
         mean = fmean(self.outcome.test.values())
@@ -190,7 +190,7 @@ class TaskSweep:
         """Score trials on the test split, each once in the life of the run: the ledger records past scores."""
         todo = [trial for trial in trials if distributed.from_leader(self.ledger.entry(trial)) is None]
         if todo:
-            began, device = time.perf_counter(), self.world.device
+            start_time, device = time.perf_counter(), self.world.device
             if self.world.leads:
                 self._record([(trial, {"images": len(self.data.test.labels), "accuracy": None}) for trial in todo])
             weights = [{name: value.to(device) for name, value in trial.load().items()} for trial in todo]
@@ -204,7 +204,7 @@ class TaskSweep:
             mean, images = fmean(row["accuracy"] for _, row in rows), rows[0][1]["images"]
             self.console.info(
                 f"{self.task.name} {self.network}: chosen lr {trials[0].lr:g}, test {mean:.1f} % "
-                f"({len(rows)} seeds, {images} images, {time.perf_counter() - began:.1f} s)"
+                f"({len(rows)} seeds, {images} images, {time.perf_counter() - start_time:.1f} s)"
             )
         for trial in trials:
             entry = distributed.from_leader(self.ledger.entry(trial))
@@ -219,7 +219,7 @@ class TaskSweep:
         """Delete weights that are no longer needed, unless the config keeps them."""
         if self.world.leads and self.config.keep_weights != "all":
             for trial in trials:
-                kept = self.config.keep_weights == "chosen" and trial.lr == self.outcome.lr
-                if not kept and not self._weights_needed(trial):
+                is_retained = self.config.keep_weights == "chosen" and trial.lr == self.outcome.lr
+                if not is_retained and not self._weights_needed(trial):
                     trial.weights.unlink(missing_ok=True)
         distributed.barrier()

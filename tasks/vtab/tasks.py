@@ -80,14 +80,14 @@ def choose_tasks(words: Sequence[str], demo: bool) -> tuple[Task, ...]:
     Raises `DpnError` for an unknown name and suggests the nearest one.
     """
     table = DEMO_TASKS if demo else TASKS
-    chosen = set()
+    selected = set()
     for word in words:
         members = {task.name for task in table if word in {"all", task.group, task.name, task.folder}}
         if not members:
             allowed = ("all", *GROUPS, *(task.name for task in table))
             raise DpnError(f"--tasks {word!r}: unknown; choose from {', '.join(allowed)}{did_you_mean(word, allowed)}")
-        chosen |= members
-    return tuple(task for task in table if task.name in chosen)
+        selected |= members
+    return tuple(task for task in table if task.name in selected)
 
 
 def task_names() -> list[str]:

@@ -83,18 +83,18 @@ class Trainer:
         self.micro_batch = MicroBatch.choose(config.runtime, world.most(config.batch_size), self.model, world.device)
         self._pixels: dict[tuple[str, bool], PixelSet] = {}
 
-    def job(self, cell: VtabTrial, outputs: engine.Outputs) -> engine.TrainJob:
+    def job(self, trial: VtabTrial, outputs: engine.Outputs) -> engine.TrainJob:
         """Reset the network and return the engine's job of a cell, whose ``accuracy`` is that on val200."""
         if self.scratch:
-            self.model.initialize(cell.seed)
+            self.model.initialize(trial.seed)
         else:
             self.model.load_state_dict(self.first)
-        train, val = self.pixels(cell.split, train=True), self.pixels("val200", train=False)
+        train, val = self.pixels(trial.split, train=True), self.pixels("val200", train=False)
         batches = shuffled_batches(
             train,
             self.size,
             self.config.batch_size,
-            cell.seed,
+            trial.seed,
             crop="crop" in self.augment,
             flip="flip" in self.augment,
             world=self.world,
@@ -104,9 +104,9 @@ class Trainer:
             batches=batches,
             optim=self.config.optim,
             schedule=self.config.schedule,
-            lr=cell.lr,
+            lr=trial.lr,
             batch_size=self.config.batch_size,
-            seed=cell.seed,
+            seed=trial.seed,
             evaluate=lambda: self.evaluate(val),
             runtime=self.config.runtime,
             world=self.world,

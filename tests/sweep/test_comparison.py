@@ -170,7 +170,7 @@ def test_data_that_change_between_two_trainings_are_noticed(tmp_path: Path) -> N
     (photos / "class0" / "000.jpg").unlink()
     result = run_dpn(*command, "--resume")
     assert result.exit_code == 3
-    assert "the data have changed since this comparison began" in result.stderr
+    assert "the data have changed since this comparison started" in result.stderr
 
 
 @pytest.mark.parametrize("several", [[], ["--seeds", "2"], ["--compare", "none,dpn"]])
@@ -230,7 +230,7 @@ def test_weights_that_change_between_two_trainings_are_noticed(commands: dict[st
             fail_training(2, StoppedError(signal.SIGTERM), patch)
             result = run_dpn(*command, "--resume")
         assert result.exit_code == code
-    assert "stem dpn: the weights have changed since this comparison began" in result.stderr
+    assert "stem dpn: the weights have changed since this comparison started" in result.stderr
 
 
 def test_failed_trials_are_named_and_the_others_continue(

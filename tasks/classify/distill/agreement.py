@@ -70,25 +70,33 @@ def compute_agreement(
             if not len(part.images):
                 continue
             image = part.images.to(world.device)
-            theirs, ours = (network.forward_features(network.normalize(image)) for network in (teacher, student))
+            teacher_tokens, student_tokens = (
+                network.forward_features(network.normalize(image)) for network in (teacher, student)
+            )
             sums[0] += len(image)
             if classes:
-                right, given = teacher.forward_head(theirs).float(), student.forward_head(ours).float()
-                sums[1] += float((right.argmax(-1) == given.argmax(-1)).sum())
-                sums[2] += float(divergence(right, given, loss).sum())
-            comparable = theirs.shape == ours.shape
+                teacher_head, student_head = (
+                    teacher.forward_head(teacher_tokens).float(),
+                    student.forward_head(student_tokens).float(),
+                )
+                sums[1] += float((teacher_head.argmax(-1) == student_head.argmax(-1)).sum())
+                sums[2] += float(divergence(teacher_head, student_head, loss).sum())
+            comparable = teacher_tokens.shape == student_tokens.shape
             if comparable:
-                flat, other = theirs.flatten(0, 1).double(), ours.flatten(0, 1).double()
-                sums[3] += float((other - flat).square().sum())
-                sums[4] += len(flat)
-                squares += float(flat.square().sum())
-                total += flat.sum(0).cpu()
-    everything = distributed.reduce_over_ranks(torch.cat([sums, squares[None], total])).cpu()
-    images, equal, apart, distance, tokens, squared = everything[:6].tolist()
-    variance = squared - float(everything[6:].square().sum()) / max(tokens, 1)
+                flat_teacher, flat_student = (
+                    teacher_tokens.flatten(0, 1).double(),
+                    student_tokens.flatten(0, 1).double(),
+                )
+                sums[3] += float((flat_student - flat_teacher).square().sum())
+                sums[4] += len(flat_teacher)
+                squares += float(flat_teacher.square().sum())
+                total += flat_teacher.sum(0).cpu()
+    totals = distributed.reduce_over_ranks(torch.cat([sums, squares[None], total])).cpu()
+    images, equal, differing, distance, tokens, squared = totals[:6].tolist()
+    variance = squared - float(totals[6:].square().sum()) / max(tokens, 1)
     return Agreement(
         int(images),
         100 * equal / images if classes else None,
         1 - distance / variance if comparable else None,
-        max(0.0, apart / images) if classes else None,
+        max(0.0, differing / images) if classes else None,
     )

@@ -59,7 +59,7 @@ def target_shapes(teacher: ViTConfig, losses: Losses) -> Shapes:
         shapes["representation"] = (width,)
     if losses.logits:
         shapes["logits"] = (teacher.num_classes,)
-    blocks = [theirs for _, theirs in losses.layers]
+    blocks = [teacher_layer for _, teacher_layer in losses.layers]
 
     def tokens(block: int) -> int:
         return patches + (teacher.has_class_token and block >= teacher.class_token_at)
@@ -79,12 +79,12 @@ def count_values(shapes: Shapes) -> int:
 
 def check_views(config: DistillConfig, images: int) -> None:
     """Raise `DpnError` where the teacher would see more views than the training."""
-    views, drawn = config.cache_teacher or 0, config.schedule.steps * config.batch_size
-    if views * images > drawn:
+    views, draws = config.cache_teacher or 0, config.schedule.steps * config.batch_size
+    if views * images > draws:
         raise DpnError(
             f"--cache-teacher {views}: the teacher would see {views * images} views of {images} images, and the "
-            f"training sees {drawn}; "
-            + (f"use --cache-teacher {drawn // images} at most" if drawn >= images else "leave it out")
+            f"training sees {draws}; "
+            + (f"use --cache-teacher {draws // images} at most" if draws >= images else "leave it out")
         )
 
 
@@ -140,16 +140,17 @@ class TargetCache:
         """Say how large the cache becomes. Raises `DpnError` where the disk has less space than is missing."""
         folder = next(place for place in (self.folder, *self.folder.absolute().parents) if place.is_dir())
         missing = sum(len(entries) for number, entries in enumerate(self.shards) if not self._file(number).is_file())
-        whole, needed = (2 * self.values * count for count in (self.entries, missing))
+        total, needed = (2 * self.values * count for count in (self.entries, missing))
         free = shutil.disk_usage(folder).free
-        what = f"what the teacher computes for {self.views} views of {len(self.images.labels)} images"
+        contents = f"what the teacher computes for {self.views} views of {len(self.images.labels)} images"
         if needed > free:
             raise DpnError(
-                f"--cache-teacher {self.views}: {what} takes {whole / 1e9:.3g} GB, {needed / 1e9:.3g} of them still to "
-                f"be written, and {folder} has {free / 1e9:.3g} GB free; use fewer views, or leave the option out"
+                f"--cache-teacher {self.views}: {contents} takes {total / 1e9:.3g} GB, {needed / 1e9:.3g} of them "
+                f"still to be written, and {folder} has {free / 1e9:.3g} GB free; use fewer views, or leave the "
+                "option out"
             )
         if missing:
-            self.console.info(f"{what} takes {whole / 1e9:.3g} GB in {self.folder} until the run has finished")
+            self.console.info(f"{contents} takes {total / 1e9:.3g} GB in {self.folder} until the run has finished")
 
     def fill(self) -> None:
         """Compute what is not there yet; ranks share the work, and finished shards are kept whatever happens.
@@ -169,10 +170,10 @@ class TargetCache:
                 problem = error
         if problem := distributed.from_leader(problem):
             raise problem
-        mine = range(self.world.rank, len(self.shards), self.world.size)
-        whole = [number for number in mine if self._is_whole(number)]
-        self._check_some(whole)
-        self._compute(sorted(set(mine) - set(whole)))
+        rank_shards = range(self.world.rank, len(self.shards), self.world.size)
+        complete_shards = [number for number in rank_shards if self._is_whole(number)]
+        self._check_some(complete_shards)
+        self._compute(sorted(set(rank_shards) - set(complete_shards)))
         distributed.barrier()
         self.filled = True
 
@@ -182,25 +183,28 @@ class TargetCache:
         `order` is that of the batches.
         """
         config, world, images = self.config, self.world, len(self.images.labels)
-        mine, sizes = rank_positions(config.batch_size, world), [math.prod(shape) for shape in self.shapes.values()]
+        positions, sizes = (
+            rank_positions(config.batch_size, world),
+            [math.prod(shape) for shape in self.shapes.values()],
+        )
 
         def with_targets(start: int) -> Generator[Batch, None, None]:
-            steps = StepSampler(images, config.batch_size, config.seed, start, mine, views=self.views, order=order)
+            steps = StepSampler(images, config.batch_size, config.seed, start, positions, views=self.views, order=order)
             with closing(batches(start)) as stream:
                 for items, batch in zip(steps, stream, strict=False):
-                    kept = to_device(self.read([view * images + row for view, row, _ in items]), world.device)
-                    parts = zip(self.shapes.items(), torch.split(kept, sizes, 1), strict=True)
+                    saved = to_device(self.read([view * images + row for view, row, _ in items]), world.device)
+                    parts = zip(self.shapes.items(), torch.split(saved, sizes, 1), strict=True)
                     yield {**batch, **{PREFIX + name: part.reshape(len(part), *shape) for (name, shape), part in parts}}
 
         return with_targets
 
     def read(self, entries: Sequence[int]) -> Tensor:
         """Return entries (n, values) in float16."""
-        kept = np.empty((len(entries), self.values), np.float16)
-        for at, entry in enumerate(entries):
+        values = np.empty((len(entries), self.values), np.float16)
+        for index, entry in enumerate(entries):
             number, place = divmod(entry, self.per_shard)
-            kept[at] = self._open(self._file(number))[place]
-        return torch.from_numpy(kept)
+            values[index] = self._open(self._file(number))[place]
+        return torch.from_numpy(values)
 
     def delete(self) -> None:
         """Free the disk."""
@@ -228,39 +232,41 @@ class TargetCache:
             self.console.warn(f"{error}; it is computed again")
             return False
 
-    def _check_some(self, whole: Sequence[int]) -> None:
+    def _check_some(self, complete_shards: Sequence[int]) -> None:
         """Compute a few entries of older shards again. Raises `DataError` where something else comes out."""
-        if not whole:
+        if not complete_shards:
             return
-        shards = [self.shards[whole[at * len(whole) // SPOT_CHECKS]] for at in range(SPOT_CHECKS)]
-        entries = [shard[at * len(shard) // SPOT_CHECKS] for at, shard in enumerate(shards)]
-        with closing(self._teacher_outputs([entries], workers=0)) as seen:
-            near = F.cosine_similarity(next(seen).float(), self.read(entries).float())
+        shards = [
+            self.shards[complete_shards[index * len(complete_shards) // SPOT_CHECKS]] for index in range(SPOT_CHECKS)
+        ]
+        entries = [shard[index * len(shard) // SPOT_CHECKS] for index, shard in enumerate(shards)]
+        with closing(self._teacher_outputs([entries], workers=0)) as outputs:
+            near = F.cosine_similarity(next(outputs).float(), self.read(entries).float())
         if not near.min() > SPOT_COSINE:
             row = entries[int(near.argmin())] % len(self.images.labels)
             raise DataError(
                 f"{self.images.where(row)}: the teacher computes something else for it than {self.folder} holds, so "
-                "the image has changed since this run began; start another with -o"
+                "the image has changed since this run started; start another with -o"
             )
 
     def _compute(self, numbers: Sequence[int]) -> None:
         """Compute shards, each in batches of its own: its bytes do not depend on what else is computed."""
-        step, shown, rows = self.config.eval_batch_size, time.monotonic(), list[Tensor]()
+        step, last_message_time, rows = self.config.eval_batch_size, time.monotonic(), list[Tensor]()
         parts = [
-            (number, self.shards[number][begin : begin + step])
+            (number, self.shards[number][start : start + step])
             for number in numbers
-            for begin in range(0, len(self.shards[number]), step)
+            for start in range(0, len(self.shards[number]), step)
         ]
-        with closing(self._teacher_outputs(part for _, part in parts)) as seen:
-            for done, ((number, part), kept) in enumerate(zip(parts, seen, strict=True), 1):
+        with closing(self._teacher_outputs(part for _, part in parts)) as outputs:
+            for count, ((number, part), values) in enumerate(zip(parts, outputs, strict=True), 1):
                 signals.check_here()
-                rows.append(kept)
+                rows.append(values)
                 if part[-1] == self.shards[number][-1]:
                     save_array(self._file(number), torch.cat(rows).numpy())
                     rows = []
-                if time.monotonic() - shown >= LINE_EVERY:
-                    shown = time.monotonic()
-                    self.console.info(f"the teacher has seen {done / len(parts):.1%} of the views")
+                if time.monotonic() - last_message_time >= LINE_EVERY:
+                    last_message_time = time.monotonic()
+                    self.console.info(f"the teacher has seen {count / len(parts):.1%} of the views")
 
     def _teacher_outputs(
         self, batches: Iterable[Sequence[int]], workers: int | None = None
@@ -269,13 +275,13 @@ class TargetCache:
         config, world, images = self.config, self.world, len(self.images.labels)
         workers = count_workers(config.runtime.workers, world.device, world.local_ranks) if workers is None else workers
         items = ([(entry // images, entry % images, entry % images) for entry in part] for part in batches)
-        how = config.batch_size, config.seed, items, world.device, workers, config.data.skip_bad_images
-        with closing(iter_crops(self.images, self.augmentation, *how)) as crops:
+        settings = config.batch_size, config.seed, items, world.device, workers, config.data.skip_bad_images
+        with closing(iter_crops(self.images, self.augmentation, *settings)) as crops:
             for batch, _ in crops:
-                seen = self.teacher({"image": batch})
-                kept = torch.cat([seen[name].flatten(1).half() for name in self.shapes], 1)
-                if not kept.isfinite().all():
+                outputs = self.teacher({"image": batch})
+                values = torch.cat([outputs[name].flatten(1).half() for name in self.shapes], 1)
+                if not values.isfinite().all():
                     raise DataError(
                         "the teacher computes numbers that float16 does not hold; leave --cache-teacher out"
                     )
-                yield kept.cpu()
+                yield values.cpu()

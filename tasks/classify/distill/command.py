@@ -120,14 +120,14 @@ def _check(run: Run[DistillConfig], teacher: Classifier, images: DistillSplits, 
         images.check(config.data.skip_bad_images)
         return
     now = {"data": images.fingerprints(), "teacher": teacher.model.report.digest}
-    before = from_leader(folder.facts)
-    if before.get("data", now["data"]) != now["data"]:
+    saved_facts = from_leader(folder.facts)
+    if saved_facts.get("data", now["data"]) != now["data"]:
         raise DataError(
-            f"--data {config.data.source}: the images have changed since this run began; start another with -o"
+            f"--data {config.data.source}: the images have changed since this run started; start another with -o"
         )
-    if before.get("teacher", now["teacher"]) != now["teacher"]:
+    if saved_facts.get("teacher", now["teacher"]) != now["teacher"]:
         raise DataError(
-            f"--teacher {config.teacher}: the weights have changed since this run began; start another with -o"
+            f"--teacher {config.teacher}: the weights have changed since this run started; start another with -o"
         )
     if world.leads:
         folder.update(device=describe_device(world.device), ranks=world.size, status="running", **now)

@@ -235,7 +235,7 @@ class DistillConfig(SweepConfig):
 
 
 def resolve(
-    config_file: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any], say: Logger = discard_message
+    config_file: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any], log: Logger = discard_message
 ) -> Plain:
     """Merge the layers over the config of the data: the demo's without data and teacher, else the usual one.
 
@@ -243,11 +243,11 @@ def resolve(
     Raises `DpnError` as `merge_layers` does, and where there is a teacher and nothing to show it.
     """
     file, command = read_config(config_file) if config_file else {}, merge(flags, settings)
-    given = last_given("data", "source", file, command)
-    source = given or find_data("imagenet")
+    source = last_given("data", "source", file, command)
+    source = source or find_data("imagenet")
     demo = source in DEMOS
     teacher = command.get("teacher") or file.get("teacher")
-    if demo and teacher and not given:
+    if demo and teacher and not source:
         raise DpnError(
             "--data: no images; neither $DPN_DATA_DIR/imagenet nor ./imagenet is there; name a folder with --data "
             "(labels are not needed)"
@@ -255,9 +255,9 @@ def resolve(
     shipped = "distill_demo" if demo else "distill"
     base = read_config(shipped)
     if last_given("backbone", "arch", file, command) or last_given("backbone", "start", file, command) == "scratch":
-        say("a student from scratch: losses.tokens and losses.representation are 0 unless they are set")
+        log("a student from scratch: losses.tokens and losses.representation are 0 unless they are set")
         base = merge(base, {"losses": {"tokens": 0.0, "representation": 0.0}})
-    plain = merge_layers(base, file, command, shipped, say)
+    plain = merge_layers(base, file, command, shipped, log)
     if not plain.get("stem_share") and "stem_lr" not in command:
         plain = merge(plain, {"stem_lr": None})
     return merge(plain, {"data": {"source": DEMO_OBJECTS if demo else source}})

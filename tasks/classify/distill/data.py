@@ -61,11 +61,11 @@ class DistillSplits:
             return torch.cat([part.images for part in parts if len(part.images)])
 
 
-def check_count(given: str, images: int, batch_size: int) -> None:
+def check_count(option: str, images: int, batch_size: int) -> None:
     """Raise `DataError` where there are fewer images to train on than a batch; `given` is the option that says so."""
     if images < batch_size:
         raise DataError(
-            f"{given}: {count_noun(images, 'image')} to train on, fewer than one batch of {batch_size}; use "
+            f"{option}: {count_noun(images, 'image')} to train on, fewer than one batch of {batch_size}; use "
             f"--batch-size {max(1, images)} at most, or more images"
         )
 

@@ -28,12 +28,12 @@ def dry_run_stages(distillation: Distillation) -> list[Cost]:
     start, _ = distillation.new_student()
     name, weights = summarize_network(start)
     # What is there until the end: the weights of the stages before, and the targets.
-    besides = 2 * weights + (2 * cache.values * cache.entries if cache else 0)
+    remaining = 2 * weights + (2 * cache.values * cache.entries if cache else 0)
     costs = []
     for stage, part in stages.items():
-        begin = partial(_scene, distillation, start, stage, steps[stage])
-        one = dry_run_fit(begin, name, distillation.path, weights=weights if stage == "all" else 0)
-        costs.append(replace(one, part=part, passing=one.passing + besides))
+        build_setup = partial(_scene, distillation, start, stage, steps[stage])
+        cost = dry_run_fit(build_setup, name, distillation.path, weights=weights if stage == "all" else 0)
+        costs.append(replace(cost, part=part, passing=cost.passing + remaining))
     return costs
 
 
@@ -53,15 +53,15 @@ def _sampled(distillation: Distillation, student: Backbone) -> Sampled:
         distillation.config, distillation.images, distillation.world, distillation.teacher_classifier
     )  # fmt: skip
     held_out = images.held_out
-    few = first_batch(held_out, config.eval_batch_size, world)
+    samples = first_batch(held_out, config.eval_batch_size, world)
     scoring = DistillScorer(
-        without_workers(config), teacher_classifier, replace(images, held_out=few), world, distillation.console
+        without_workers(config), teacher_classifier, replace(images, held_out=samples), world, distillation.console
     )
     labelled = len(images.val.labels) if images.val else 0
     return Sampled(
-        len(few.labels),
+        len(samples.labels),
         lambda: scoring.agreement(student),
-        lambda: load_batch(few, teacher_classifier.transform, config, world),
+        lambda: load_batch(samples, teacher_classifier.transform, config, world),
         during=len(held_out.labels),
         end=len(held_out.labels) + labelled,
     )

@@ -32,7 +32,7 @@ class ObservedNetwork(nn.Module):
     def __init__(self, network: Backbone, losses: Losses, blocks: Sequence[int]) -> None:
         super().__init__()
         self.network, self.losses = network, losses
-        self._seen: NetworkOutputs = {}
+        self._recorded: NetworkOutputs = {}
         for pair, block in enumerate(blocks):
             if losses.tokens:
                 network.blocks[block].register_forward_hook(partial(self._see_tokens, pair))
@@ -42,26 +42,26 @@ class ObservedNetwork(nn.Module):
 
     def forward(self, image: Tensor) -> NetworkOutputs:
         """Map images (b, 3, h, w) in the network's input range to what is compared."""
-        self._seen = {}
+        self._recorded = {}
         network, losses = self.network, self.losses
         tokens = network.forward_features(image)
-        seen = {"tokens": tokens} if losses.tokens else {}
+        outputs = {"tokens": tokens} if losses.tokens else {}
         if losses.representation or losses.logits:
             representation = network.forward_head(tokens, pre_logits=True)
             if losses.representation:
-                seen["representation"] = representation
+                outputs["representation"] = representation
             if losses.logits:
-                seen["logits"] = network.head(representation)
-        return {**seen, **self._seen}
+                outputs["logits"] = network.head(representation)
+        return {**outputs, **self._recorded}
 
     def _see_tokens(self, pair: int, module: nn.Module, inputs: tuple[Tensor, ...], tokens: Tensor) -> None:
-        self._seen[f"tokens.{pair}"] = tokens
+        self._recorded[f"tokens.{pair}"] = tokens
 
     def _see_attention(self, pair: int, attention: Any, inputs: tuple[Tensor, ...]) -> None:
         heads = attention.num_heads
         q, k, _ = rearrange(attention.qkv(inputs[0]), "b t (three h d) -> three b h t d", three=3, h=heads)
         q, k = attention.q_norm(q), attention.k_norm(k)
-        self._seen[f"attention.{pair}"] = attention.scale * q @ k.transpose(-2, -1)
+        self._recorded[f"attention.{pair}"] = attention.scale * q @ k.transpose(-2, -1)
 
     def freeze_unused(self) -> None:
         """Stop the training of what nothing is computed from: head and pooling, where the losses leave them out."""
@@ -78,20 +78,25 @@ def inputs_of(network: Backbone, batch: Batch) -> Tensor:
     return blend(image, network.normalize(batch["other_image"]), batch["mix"]) if "mix" in batch else image
 
 
-def divergence(theirs: Tensor, ours: Tensor, loss: Loss, temperature: float = 1.0) -> Tensor:
+def divergence(teacher_logits: Tensor, student_logits: Tensor, loss: Loss, temperature: float = 1.0) -> Tensor:
     """Return the Kullback-Leibler divergence of each row of logits (b, classes) from the teacher's, in nats: (b,).
 
     With the softmax loss it is that of one distribution over the classes; with the sigmoid loss the sum over classes of
     that of yes and no. Both logits are divided by the temperature first, and the result is multiplied by its square,
     which keeps the size of gradients (arXiv 1503.02531 §2.1).
     """
-    theirs, ours = theirs / temperature, ours / temperature
+    teacher_logits, student_logits = teacher_logits / temperature, student_logits / temperature
     if loss == "softmax":
-        value = F.kl_div(ours.log_softmax(-1), theirs.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+        value = F.kl_div(
+            student_logits.log_softmax(-1), teacher_logits.log_softmax(-1), reduction="none", log_target=True
+        ).sum(-1)
     else:
-        target = theirs.sigmoid()
-        both = (F.binary_cross_entropy_with_logits(logits, target, reduction="none") for logits in (ours, theirs))
-        cross, entropy = both
+        target = teacher_logits.sigmoid()
+        entropies = (
+            F.binary_cross_entropy_with_logits(logits, target, reduction="none")
+            for logits in (student_logits, teacher_logits)
+        )
+        cross, entropy = entropies
         value = (cross - entropy).sum(-1)
     return value * temperature**2
 
@@ -124,23 +129,30 @@ class Distance:
         ours = trainable(inputs_of(self.student, batch))
         return self.between({name: value.float() for name, value in theirs.items()}, ours)
 
-    def between(self, theirs: NetworkOutputs, ours: NetworkOutputs) -> Tensor:
+    def between(self, teacher_outputs: NetworkOutputs, student_outputs: NetworkOutputs) -> Tensor:
         """Return the weighted sum of the parts; tokens and attention are means over their places in the network."""
         losses, parts = self.losses, list[Tensor]()
-        places = [name for name in theirs if name.startswith("tokens")]
+        places = [name for name in teacher_outputs if name.startswith("tokens")]
         for name in places:
-            difference = (ours[name].float() - theirs[name]) / self.deviations[name]
+            difference = (student_outputs[name].float() - teacher_outputs[name]) / self.deviations[name]
             parts.append(difference.square().mean() * (losses.tokens / len(places)))
         if losses.representation:
-            cosine = F.cosine_similarity(ours["representation"].float(), theirs["representation"], dim=-1)
+            cosine = F.cosine_similarity(
+                student_outputs["representation"].float(), teacher_outputs["representation"], dim=-1
+            )
             parts.append((1 - cosine).mean() * losses.representation)
         if losses.logits:
-            apart = divergence(theirs["logits"], ours["logits"].float(), self.loss, losses.temperature)
-            parts.append(apart.mean() * losses.logits)
-        maps = [name for name in theirs if name.startswith("attention")]
+            distance = divergence(
+                teacher_outputs["logits"], student_outputs["logits"].float(), self.loss, losses.temperature
+            )
+            parts.append(distance.mean() * losses.logits)
+        maps = [name for name in teacher_outputs if name.startswith("attention")]
         for name in maps:
             rows = F.kl_div(
-                ours[name].float().log_softmax(-1), theirs[name].log_softmax(-1), reduction="none", log_target=True
+                student_outputs[name].float().log_softmax(-1),
+                teacher_outputs[name].log_softmax(-1),
+                reduction="none",
+                log_target=True,
             )
             parts.append(rows.sum(-1).mean() * (losses.attention / len(maps)))
         return torch.stack(parts).sum()

@@ -89,11 +89,11 @@ class DistillScorer:
         options = final_probe_options(self.config)
         if options is None:
             return None
-        whole = self.teacher_classifier.transform if self.teacher_classifier.resize_side is None else None
+        transform = self.teacher_classifier.transform if self.teacher_classifier.resize_side is None else None
 
         def probe() -> Json:
             return {
-                name: probe_network(model, options, self.world.device, self.console, whole)
+                name: probe_network(model, options, self.world.device, self.console, transform)
                 for name, model in (("student", student), ("teacher", self.teacher_classifier.model))
             }
 

@@ -62,9 +62,9 @@ def with_teacher_defaults(config: DistillConfig, teacher: Classifier) -> Distill
     A teacher that takes images whole was trained on whole ones, and one whose file tells of no mirrored images may
     read digits. Raises `DpnError` as `start_of` does.
     """
-    data, taught = config.data, (teacher.facts.get("config") or {}).get("data") or {}
+    data, teacher_data = config.data, (teacher.facts.get("config") or {}).get("data") or {}
     crop = data.crop or ("whole" if teacher.resize_side is None else "inception")
-    flip = taught.get("flip", True) if data.flip is None else data.flip
+    flip = teacher_data.get("flip", True) if data.flip is None else data.flip
     backbone = config.backbone.model_copy(update={"start": start_of(config.backbone, teacher.model)})
     filled = data.model_copy(update={"crop": crop, "flip": flip})
     return config.model_copy(update={"backbone": backbone, "data": filled})
@@ -101,33 +101,33 @@ def new_student(config: DistillConfig, teacher: Backbone, images: Batches) -> tu
 
     With the teacher's own stem and norms the student is the teacher, bit for bit.
     """
-    asked, vit_config = config.backbone, teacher.config
-    start = start_of(asked, teacher)
+    settings, vit_config = config.backbone, teacher.config
+    start = start_of(settings, teacher)
     if start == "scratch":
         student = load_backbone(
-            asked.arch or vit_config.arch,
-            stem=asked.stem,
-            norm=asked.norm,
-            placement=asked.placement,
-            norm_options=asked.norm_options,
+            settings.arch or vit_config.arch,
+            stem=settings.stem,
+            norm=settings.norm,
+            placement=settings.placement,
+            norm_options=settings.norm_options,
             image_size=vit_config.image_size,
             num_classes=teacher.num_classes,
-            pool=asked.pool or (vit_config.pool if asked.arch is None else None),
-            pre_logits=vit_config.pre_logits if asked.arch is None else asked.pre_logits,
-            drop_path=asked.drop_path,
+            pool=settings.pool or (vit_config.pool if settings.arch is None else None),
+            pre_logits=vit_config.pre_logits if settings.arch is None else settings.pre_logits,
+            drop_path=settings.drop_path,
             seed=fold(config.seed, DRAW),
         )
         return student, {}
-    same_norms = asked.norm in (None, vit_config.norm) and asked.placement in (None, vit_config.placement)
+    same_norms = settings.norm in (None, vit_config.norm) and settings.placement in (None, vit_config.placement)
     student = convert_network(
         teacher,
         replace(
             vit_config,
-            stem=asked.stem or "dpn",
-            norm=asked.norm or vit_config.norm,
-            placement=asked.placement or vit_config.placement,
-            norm_options=asked.norm_options or (vit_config.norm_options if same_norms else NormOptions()),
-            drop_path=asked.drop_path,
+            stem=settings.stem or "dpn",
+            norm=settings.norm or vit_config.norm,
+            placement=settings.placement or vit_config.placement,
+            norm_options=settings.norm_options or (vit_config.norm_options if same_norms else NormOptions()),
+            drop_path=settings.drop_path,
         ),
         config.seed,
     )
@@ -170,30 +170,30 @@ def check_pair(config: DistillConfig, teacher: Backbone, student: Backbone) -> S
 
     Raises `DpnError` where the config compares what the two networks do not have in common.
     """
-    losses, ours, theirs = config.losses, student.config, teacher.config
+    losses, student_config, teacher_config = config.losses, student.config, teacher.config
     if losses.logits and not teacher.num_classes:
         raise DpnError(
             f"losses.logits ({losses.logits:g}): the teacher has no head, and so no logits; add --set losses.logits=0"
         )
-    apart = f"the student is {ours.size.width} wide, the teacher {theirs.size.width}"
-    if ours.size.width != theirs.size.width and losses.tokens + losses.representation:
+    widths = f"the student is {student_config.size.width} wide, the teacher {teacher_config.size.width}"
+    if student_config.size.width != teacher_config.size.width and losses.tokens + losses.representation:
         raise DpnError(
-            f"losses.tokens ({losses.tokens:g}), losses.representation ({losses.representation:g}): {apart}; set both "
+            f"losses.tokens ({losses.tokens:g}), losses.representation ({losses.representation:g}): {widths}; set both "
             "to 0 and compare the logits alone"
         )
-    places = [(vit_config.grid, vit_config.has_class_token) for vit_config in (ours, theirs)]
+    places = [(vit_config.grid, vit_config.has_class_token) for vit_config in (student_config, teacher_config)]
     if places[0] != places[1] and losses.tokens + losses.attention:
         raise DpnError(
             f"losses.tokens ({losses.tokens:g}), losses.attention ({losses.attention:g}): the student has "
-            f"{_grid(ours.grid)} patches, the teacher {_grid(theirs.grid)}, or one of them has no class token; both "
-            "have to be 0"
+            f"{_grid(student_config.grid)} patches, the teacher {_grid(teacher_config.grid)}, or one of them has no "
+            "class token; both have to be 0"
         )
-    if losses.attention and ours.size.heads != theirs.size.heads:
+    if losses.attention and student_config.size.heads != teacher_config.size.heads:
         raise DpnError(
-            f"losses.attention ({losses.attention:g}): the student has {ours.size.heads} heads, the teacher "
-            f"{theirs.size.heads}; set it to 0"
+            f"losses.attention ({losses.attention:g}): the student has {student_config.size.heads} heads, the teacher "
+            f"{teacher_config.size.heads}; set it to 0"
         )
-    depths = ours.size.depth, theirs.size.depth
+    depths = student_config.size.depth, teacher_config.size.depth
     if not losses.layers and depths[0] > depths[1] and losses.tokens + losses.attention:
         raise DpnError(
             f"losses.layers: the student has {depths[0]} blocks, the teacher {depths[1]}; say which block of the "

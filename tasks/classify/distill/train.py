@@ -66,7 +66,7 @@ class Distillation:
 
     def train(self) -> Json:
         """Train what is not trained yet, score it, and return the result, which is written to the folder too."""
-        first, before = 0, "start"
+        first, previous_stage = 0, "start"
         stem = self.config.stem_steps
         stages = {"stem": stem, "all": self.config.schedule.steps - stem}
         if distributed.from_leader((self.path / WEIGHTS).is_file()):
@@ -76,12 +76,12 @@ class Distillation:
         track = self.run.tracker(self.config.runtime.report_to if stages else "none")
         for stage, steps in stages.items():
             if steps and self._stage_note(stage) is None:
-                config, student, path = self._ready(stage, before, steps)
+                config, student, path = self._ready(stage, previous_stage, steps)
                 with self.run.outputs("distill" if stage == "all" else stage, track, path) as outputs:
                     observed, job = self.job(config, student, outputs, first)
-                    done = engine.fit(engine.prepare(observed, config.runtime, self.world), job)
-                self._finish(stage, student, done, outputs)
-            first, before = first + steps, stage if steps else before
+                    fit_result = engine.fit(engine.prepare(observed, config.runtime, self.world), job)
+                self._finish(stage, student, fit_result, outputs)
+            first, previous_stage = first + steps, stage if steps else previous_stage
         result = self._result()
         if self.cache:
             self.cache.delete()
@@ -108,9 +108,9 @@ class Distillation:
         self.console.info(student.report.summary())
         return student, fitted
 
-    def _ready(self, stage: str, before: str, steps: int) -> tuple[DistillConfig, Backbone, Path]:
+    def _ready(self, stage: str, previous_stage: str, steps: int) -> tuple[DistillConfig, Backbone, Path]:
         """Return the config of a stage, the student as the stage `before` left it, and the folder of its log."""
-        student = reload_student(self.config, str(self._file(before, ".safetensors")), self.teacher.num_classes)
+        student = reload_student(self.config, str(self._file(previous_stage, ".safetensors")), self.teacher.num_classes)
         path = self.path if stage == "all" else self.path / stage
         if (saved := Checkpoints(path / "checkpoints")).started:
             self.console.info(describe_start(student.report, saved))
@@ -126,11 +126,11 @@ class Distillation:
                 gate_stem_norms(student)
         return config
 
-    def _finish(self, stage: str, student: Backbone, done: engine.FitResult, outputs: engine.Outputs) -> None:
+    def _finish(self, stage: str, student: Backbone, result: engine.FitResult, outputs: engine.Outputs) -> None:
         """Keep the weights of a stage that has ended, and drop the states in between."""
         remove_gates(student)
-        timing = {"train_seconds": round(done.seconds, 2), "wait_seconds": round(done.wait_seconds, 2)}
-        self._save_stage(stage, student, {"steps": done.steps, "loss": done.loss, "timing": timing})
+        timing = {"train_seconds": round(result.seconds, 2), "wait_seconds": round(result.wait_seconds, 2)}
+        self._save_stage(stage, student, {"steps": result.steps, "loss": result.loss, "timing": timing})
         if self.world.leads and outputs.checkpoints:
             outputs.checkpoints.clear()
 
@@ -140,7 +140,9 @@ class Distillation:
         """Return the student as the engine trains it, and what the engine has to do; `dry_run` keeps no targets."""
         world, runtime = self.world, config.runtime
         pairs = check_pair(config, self.teacher, student)
-        observed = ObservedNetwork(student.to(world.device), config.losses, [ours for ours, _ in pairs])
+        observed = ObservedNetwork(
+            student.to(world.device), config.losses, [student_layer for student_layer, _ in pairs]
+        )
         observed.freeze_unused()
         steps = first + config.schedule.steps
         order = make_shard_order(self.images.train, config.data, config.batch_size, config.seed, steps)
@@ -209,8 +211,8 @@ class Distillation:
         count = 0
         with torch.no_grad(), engine.precision_of(self.config.runtime, self.world.device):
             for pixels in self._sample():
-                seen = self._observed_student(self.teacher.normalize(pixels.to(self.world.device)))
-                tokens = {name: value.flatten(0, 1).double() for name, value in seen.items() if "tokens" in name}
+                outputs = self._observed_student(self.teacher.normalize(pixels.to(self.world.device)))
+                tokens = {name: value.flatten(0, 1).double() for name, value in outputs.items() if "tokens" in name}
                 count += len(tokens["tokens"])
                 for name, value in tokens.items():
                     sums[name] = sums.get(name, 0) + torch.stack([value.sum(0), value.square().sum(0)])
@@ -246,8 +248,8 @@ class Distillation:
 
     def _export(self, student: Backbone, near: Json) -> None:
         """Write the student's file: a classifier where the teacher has a head."""
-        described = {"teacher": self.scoring.describe_teacher(), "start": self.config.backbone.start}
-        distilled = {**described, "data": self.images.fingerprints(), **near}
+        description = {"teacher": self.scoring.describe_teacher(), "start": self.config.backbone.start}
+        distilled = {**description, "data": self.images.fingerprints(), **near}
         if not student.num_classes:
             export_backbone(student, self.path / WEIGHTS, {KEY: "network", "distilled": json.dumps(distilled)})
             return
@@ -289,9 +291,9 @@ class Distillation:
             "fewshot": self.scoring.fewshot(student),
             "stages": stages,
             "timing": {
-                name: round(sum(each[name] for each in timings), 2) for name in ("train_seconds", "wait_seconds")
+                name: round(sum(timing[name] for timing in timings), 2) for name in ("train_seconds", "wait_seconds")
             },
-            "curve": [one for one in log.records() if "lr" not in one and LOST_RECORDS not in one],
+            "curve": [record for record in log.records() if "lr" not in record and LOST_RECORDS not in record],
             "lost_records": log.count_lost(),
             "steps": self.config.schedule.steps,
             "data": self.images.fingerprints(),

@@ -13,7 +13,7 @@ from dpn_cli.errors import DataError, DpnError
 from tasks.vtab.prepare.sources import Example, Source, TfdsPart
 
 # Where TensorFlow Datasets looks when it is told nothing.
-USUAL = Path(os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets"))
+DEFAULT_DIR = Path(os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets"))
 # Written last by TensorFlow Datasets when it prepares a data set.
 WRITTEN = "dataset_info.json"
 
@@ -51,12 +51,12 @@ def library() -> Any:
 
 def find_prepared(source: Source, root: Path) -> Path | None:
     """Return the folder of a builder's newest fitting version that TensorFlow Datasets has prepared in `root`."""
-    found = {}
+    folders = {}
     for folder in (root / source.builder).glob("*"):
         numbers = tuple(map(int, folder.name.split("."))) if re.fullmatch(r"\d+\.\d+\.\d+", folder.name) else (0,)
         if numbers[0] in source.majors and (folder / WRITTEN).is_file():
-            found[numbers] = folder
-    return found[max(found)] if found else None
+            folders[numbers] = folder
+    return folders[max(folders)] if folders else None
 
 
 def missing_by_hand(source: Source, root: Path, manual: Path) -> str:

@@ -13,7 +13,7 @@ from dpn_cli.errors import DataError
 from dpn_cli.run import signals
 from dpn_cli.run.console import Console, count_noun
 from dpn_cli.run.files import claimed, make_folder
-from tasks.vtab.prepare.builders import USUAL, library, missing_by_hand, open_builder
+from tasks.vtab.prepare.builders import DEFAULT_DIR, library, missing_by_hand, open_builder
 from tasks.vtab.prepare.sources import SOURCES, Source
 from tasks.vtab.prepare.write import check_free, is_prepared, partial, prepare, verify
 from tasks.vtab.tasks import TASKS, Task, choose_tasks
@@ -39,7 +39,7 @@ def run(
     done, and an error when some tasks could not be written. Raises `DpnError` before any work for an unknown task, for
     a folder that holds something else and without TensorFlow Datasets, and as `prepare` does.
     """
-    root = root or USUAL
+    root = root or DEFAULT_DIR
     tasks = choose_tasks(words, demo=False)
     root = root.expanduser()
     manual = manual.expanduser() if manual else root / "downloads" / "manual"
@@ -49,31 +49,33 @@ def run(
     if damaged or not all(is_prepared(out / task.folder) for task in tasks):
         library()
     make_folder(out)
-    done, left = dict[str, str](), dict[str, str]()
+    written, failed = dict[str, str](), dict[str, str]()
     with claimed(out):
         for task in TASKS:
             shutil.rmtree(partial(out, task), ignore_errors=True)
         for folder in damaged:
             shutil.rmtree(folder)
         for source in _order_by_download(tasks, root, manual):
-            chosen = [task for task in source.tasks if task in tasks]
-            missing = [task for task in chosen if not is_prepared(out / task.folder)]
-            done |= {task.name: "kept" for task in chosen if task not in missing}
+            source_tasks = [task for task in source.tasks if task in tasks]
+            missing = [task for task in source_tasks if not is_prepared(out / task.folder)]
+            written |= {task.name: "kept" for task in source_tasks if task not in missing}
             if not missing:
                 continue
             try:
                 builder = open_builder(source, root, manual, download)  # outside of `listen`: a download can be stopped
                 with signals.listen(signals.PARTS_KEPT):
                     prepare(source, missing, builder, out, console, _versions())
-                done |= {task.name: "written" for task in missing}
+                written |= {task.name: "written" for task in missing}
                 console.info(f"{' and '.join(task.name for task in missing)}: written, from {builder.name}")
             except DataError as error:
                 console.warn(str(error))
-                left |= {task.name: str(error) for task in missing}
-    names = ", ".join(task.name for task in tasks if task.name in left)
-    problem = DataError(f"{count_noun(len(left), 'task')} left: {names}; the reasons are above, the others are written")
-    states = {task.name: done.get(task.name, "left") for task in tasks}
-    return {"task": "data prepare vtab", "out": str(out), "tasks": states, "left": left}, problem if left else None
+                failed |= {task.name: str(error) for task in missing}
+    names = ", ".join(task.name for task in tasks if task.name in failed)
+    problem = DataError(
+        f"{count_noun(len(failed), 'task')} left: {names}; the reasons are above, the others are written"
+    )
+    states = {task.name: written.get(task.name, "left") for task in tasks}
+    return {"task": "data prepare vtab", "out": str(out), "tasks": states, "left": failed}, problem if failed else None
 
 
 def _order_by_download(tasks: Sequence[Task], root: Path, manual: Path) -> list[Source]:
@@ -84,23 +86,23 @@ def _order_by_download(tasks: Sequence[Task], root: Path, manual: Path) -> list[
 
 def _damaged(out: Path, tasks: Sequence[Task], console: Console) -> list[Path]:
     """Return the prepared folders in which a file is missing or differs."""
-    found = []
+    damaged = []
     with signals.listen(signals.PARTS_KEPT):
         for folder in (out / task.folder for task in tasks):
-            if is_prepared(folder) and (wrong := verify(folder)):
+            if is_prepared(folder) and (problem := verify(folder)):
                 console.warn(
-                    f"{folder}: {count_noun(len(wrong), 'file')} missing or changed, {wrong[0]} first; the task is "
+                    f"{folder}: {count_noun(len(problem), 'file')} missing or changed, {problem[0]} first; the task is "
                     "written again"
                 )
-                found.append(folder)
-    return found
+                damaged.append(folder)
+    return damaged
 
 
 def _versions() -> dict[str, str]:
-    found = {"dpn": __version__}
+    versions = {"dpn": __version__}
     for name in LIBRARIES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -78,18 +78,18 @@ def prepare(
     names = " and ".join(task.name for task in tasks)
     try:
         for name, part in parts.items():
-            wanted = part.stop - part.start
-            with console.counting(f"{names}, {name}", wanted) as done:
-                count = _write_split(source, folders, name, builder.examples(part), done)
-            if not 0 < count == wanted:
-                raise DataError(f"{builder.name}: {part} has {count} examples, and {name} of {names} {wanted}")
-        described = {
+            count = part.stop - part.start
+            with console.counting(f"{names}, {name}", count) as on_progress:
+                count = _write_split(source, folders, name, builder.examples(part), on_progress)
+            if not 0 < count == count:
+                raise DataError(f"{builder.name}: {part} has {count} examples, and {name} of {names} {count}")
+        description = {
             "builder": builder.name,
             "parts": {name: str(part) for name, part in parts.items()},
             "warnings": warnings,
             "versions": dict(versions),
         }
-        return {folder.task.name: folder.finish(source, described) for folder in folders}
+        return {folder.task.name: folder.finish(source, description) for folder in folders}
     except OSError as error:
         raise save_error(out, error) from error
     finally:
@@ -111,17 +111,17 @@ def _other_sizes(source: Source, builder: Builder) -> Iterator[str]:
 
 def _check_space(parts: Mapping[str, TfdsPart], builder: Builder, tasks: Sequence[Task], out: Path) -> None:
     """Raise `SaveError` when the folders will not fit on the disk."""
-    needed = 0.0
+    bytes_needed = 0.0
     for part in parts.values():
         split = builder.splits[part.split]
-        needed += (part.stop - part.start) * (split.bytes / max(1, split.examples) + BLOCK / 2)
+        bytes_needed += (part.stop - part.start) * (split.bytes / max(1, split.examples) + BLOCK / 2)
     above = next(place for place in (out.absolute(), *out.absolute().parents) if place.exists())
     free = shutil.disk_usage(above).free
-    if needed > free:
+    if bytes_needed > free:
         names = " and ".join(task.name for task in tasks)
         raise SaveError(
-            f"--out {out}: {names} will take about {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; make room, "
-            "or pass another --out"
+            f"--out {out}: {names} will take about {bytes_needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; make "
+            "room, or pass another --out"
         )
 
 
@@ -175,7 +175,7 @@ class _Folder:
 
 
 def _write_split(
-    source: Source, folders: list[_Folder], split: str, examples: Iterator[Example], done: OnProgress
+    source: Source, folders: list[_Folder], split: str, examples: Iterator[Example], on_progress: OnProgress
 ) -> int:
     """Write the images of a split into all folders; returns how many there were."""
     for folder in folders:
@@ -185,14 +185,14 @@ def _write_split(
         signals.check_here()
         content, kind = stored(bytes(example["image"]), source.white, f"{source.builder}, {split} image {count}")
         name, digest = f"images/{split}/{count:06d}.{kind}", hashlib.sha256(content).hexdigest()
-        first, *others = [
+        first, *copies = [
             folder.place(split, name, source.labels[folder.task.name](example), digest) for folder in folders
         ]
         first.write_bytes(content)
-        for other in others:
-            _link(first, other)
+        for copy in copies:
+            _link(first, copy)
         count += 1
-        done(1)
+        on_progress(1)
     return count
 
 
@@ -227,11 +227,11 @@ def verify(folder: Path) -> list[str]:
     manifest = read_object(folder / MANIFEST) or {}
     if not sums.is_file() or file_digest(sums) != manifest.get(SUMS):
         return [SUMS]
-    wrong = []
+    problems = []
     for line in sums.read_text("utf-8").splitlines():
         signals.check_here()
         digest, _, name = line.partition("  ")
         path = folder / name
         if not path.is_file() or file_digest(path) != digest:
-            wrong.append(name)
-    return wrong
+            problems.append(name)
+    return problems

@@ -394,7 +394,7 @@ def test_another_teacher_or_other_images_do_not_continue_a_run(
         with pytest.raises(StoppedError):
             train_distill(distill_config(photos, own), path)
     write_teacher(own, placement="post,post")
-    with pytest.raises(DataError, match="the weights have changed since this run began"):
+    with pytest.raises(DataError, match="the weights have changed since this run started"):
         train_distill(distill_config(photos, own), path, resume=True)
 
 

@@ -128,7 +128,7 @@ def test_a_stopped_probe_continues_with_the_missing_draws(
         changed = run_dpn(*words)
         assert changed.exit_code == code, changed.output
         (tmp_path / "own" / "result.json").unlink(missing_ok=True)
-    assert "stem dpn: the weights have changed since this comparison began" in changed.stderr
+    assert "stem dpn: the weights have changed since this comparison started" in changed.stderr
 
 
 def test_draws_that_were_deleted_are_rebuilt(root: Path, tmp_path: Path, encoded: list[str]) -> None:
@@ -169,7 +169,7 @@ def test_draws_of_other_images_are_not_added(root: Path, tmp_path: Path) -> None
     next(photos.rglob("*.jpg")).unlink()
     changed = run_dpn(*words, "--resume")
     assert changed.exit_code == 3
-    assert "the data have changed since this comparison began" in changed.stderr
+    assert "the data have changed since this comparison started" in changed.stderr
 
 
 @pytest.mark.usefixtures("without_charts")

@@ -116,11 +116,11 @@ def test_a_class_that_appears_between_run_and_resume_is_refused(photos: Path, tm
     for name in ("result.json", "weights.safetensors"):
         (tmp_path / "run" / name).unlink()
     shutil.copytree(data / "class0", data / "new")
-    with pytest.raises(DpnError, match=r"4 classes now, 3 others when this run began \(gone: none; new: new\)"):
+    with pytest.raises(DpnError, match=r"4 classes now, 3 others when this run started \(gone: none; new: new\)"):
         train_highres(config, tmp_path / "run", resume=True)
     shutil.rmtree(data / "new")
     (data / "class0" / "000.jpg").unlink()
-    with pytest.raises(DpnError, match="the images have changed since this run began"):
+    with pytest.raises(DpnError, match="the images have changed since this run started"):
         train_highres(config, tmp_path / "run", resume=True)
 
 

@@ -161,17 +161,17 @@ def test_changes_between_run_and_resume_are_refused(
     (tmp_path / "run" / "result.json").unlink()
     table = (data / "pairs.csv").read_text()
     (data / "pairs.csv").write_text(table.replace("a temple", "two temples", 1))
-    with pytest.raises(DataError, match="the captions have changed since this run began"):
+    with pytest.raises(DataError, match="the captions have changed since this run started"):
         train_lit(config, tmp_path / "run", resume=True)
     (data / "pairs.csv").write_text(table)
     monkeypatch.setattr("tasks.lit.tokenizer.default_bpe", lambda: __file__)  # as another version of open_clip would
-    with pytest.raises(DataError, match="the tokenizer or its settings have changed since this run began"):
+    with pytest.raises(DataError, match="the tokenizer or its settings have changed since this run started"):
         train_lit(config, tmp_path / "run", resume=True)
     with pytest.raises(DataError, match="trained with another version of open_clip BPE than the one that is installed"):
         load_towers(str(tmp_path / "run"))
     monkeypatch.undo()
     shutil.copy(data / "temple00.png", data / "temple01.png")
-    with pytest.raises(DataError, match="the images have changed since this run began"):
+    with pytest.raises(DataError, match="the images have changed since this run started"):
         train_lit(config, tmp_path / "run", resume=True)
 
 

@@ -113,7 +113,7 @@ def test_towers_are_compared_by_zero_shot_accuracy_if_labelled_images_exist(comm
         (tmp_path / "all" / place).unlink()
     changed = run_dpn(*words, "--resume")
     assert changed.exit_code == 3
-    assert "images have changed since this run began" in changed.stderr
+    assert "images have changed since this run started" in changed.stderr
     missing = run_dpn(*words[:-3], str(tmp_path / "nowhere"), "-o", str(tmp_path / "other"))
     assert missing.exit_code == 3
     assert "nowhere" in missing.stderr

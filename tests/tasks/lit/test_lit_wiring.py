@@ -310,10 +310,10 @@ def test_a_run_continues_with_its_own_held_out_pairs_only(pairs: Path, tmp_path:
     (tmp_path / "run" / "result.json").unlink()
     table = held.read_text()
     held.write_text(table.replace("house", "tower", 1))
-    with pytest.raises(DataError, match="the captions have changed since this run began"):
+    with pytest.raises(DataError, match="the captions have changed since this run started"):
         train_lit(config, tmp_path / "run", resume=True)
     held.write_text("".join(table.splitlines(keepends=True)[:-1]))
-    with pytest.raises(DataError, match="the images have changed since this run began"):
+    with pytest.raises(DataError, match="the images have changed since this run started"):
         train_lit(config, tmp_path / "run", resume=True)
     held.write_text(table)
     assert train_lit(config, tmp_path / "run", resume=True)["retrieval"]["images"] == 5
@@ -327,7 +327,7 @@ def test_a_run_continues_with_its_own_image_tower_only(pairs: Path, tmp_path: Pa
     (tmp_path / "run" / "result.json").unlink()
     content = place.read_bytes()
     export_backbone(load_backbone("mu/8", image_size=16, seed=2), place)
-    with pytest.raises(DataError, match="the image tower's weights have changed since this run began"):
+    with pytest.raises(DataError, match="the image tower's weights have changed since this run started"):
         train_lit(config, tmp_path / "run", resume=True)
     place.write_bytes(content)
     assert train_lit(config, tmp_path / "run", resume=True)["retrieval"]["images"] == 12

@@ -133,7 +133,7 @@ def test_masks_that_change_between_run_and_resume_are_refused(own: Path, tmp_pat
     for name in ("result.json", "weights.safetensors"):
         (tmp_path / "run" / name).unlink()
     Image.fromarray(np.full((64, 64), 2, np.uint8)).save(own / "annotations" / "training" / "0000.png")
-    with pytest.raises(DataError, match="the images or masks have changed since this run began"):
+    with pytest.raises(DataError, match="the images or masks have changed since this run started"):
         train_segment(config, tmp_path / "run", resume=True)
 
 
@@ -144,7 +144,7 @@ def test_renamed_classes_are_refused_on_resume(own: Path, tmp_path: Path) -> Non
     for name in ("result.json", "weights.safetensors"):
         (tmp_path / "run" / name).unlink()
     (own / "classes.txt").write_text("\n".join([*CLASS_NAMES[:3], CLASS_NAMES[4], CLASS_NAMES[3]]))
-    with pytest.raises(DataError, match="the classes have changed since this run began"):
+    with pytest.raises(DataError, match="the classes have changed since this run started"):
         train_segment(config, tmp_path / "run", resume=True)
 
 

@@ -199,7 +199,7 @@ def test_any_file_that_changes_between_run_and_resume_is_noticed(part: str, data
         (tmp_path / "run" / name).unlink()
     path = next((data / part).iterdir())
     path.write_bytes(path.read_bytes() + b"\0")
-    with pytest.raises(DataError, match="the images or masks have changed since this run began"):
+    with pytest.raises(DataError, match="the images or masks have changed since this run started"):
         train_segment(config, tmp_path / "run", resume=True)
 
 

@@ -195,7 +195,7 @@ def test_a_resumed_run_refuses_other_weights(toy: Toy, trained: Path, tmp_path: 
     toy(tmp_path / "run", *settings)
     (tmp_path / "run" / "result.json").unlink()
     export_backbone(load_backbone("mu/8", stem="dpn", image_size=16, seed=6), weights)
-    with pytest.raises(DataError, match="the weights have changed since this run began"):
+    with pytest.raises(DataError, match="the weights have changed since this run started"):
         toy(tmp_path / "run", *settings, resume=True)
 
 
@@ -211,7 +211,7 @@ def test_a_resumed_run_refuses_other_data(digits: Path, tmp_path: Path) -> None:
     path = root / "svhn" / "val200.txt"
     name, label = path.read_text().splitlines()[0].split()
     path.write_text(path.read_text().replace(f"{name} {label}", f"{name} {(int(label) + 1) % 10}", 1))
-    with pytest.raises(DataError, match="the data have changed since this run began"):
+    with pytest.raises(DataError, match="the data have changed since this run started"):
         run_vtab(root, tmp_path / "run", *settings, resume=True)
 
 
