@@ -70,8 +70,8 @@ PLACEMENTS: dict[Placement, str] = {
     "pre+post,pre": "before and after the attention, before the MLP",
     "pre+post,post": "before and after the attention, after the MLP",
     "pre+post,pre+post": "before and after both",
-    "normformer": "NormFormer (arXiv 2110.09456): besides before both, after the attention and inside the MLP",
-    "subln": "Sub-LN (arXiv 2210.06423): besides before both, before the last layer of each",
+    "normformer": "NormFormer (arXiv 2110.09456): before both, and after the attention and inside the MLP",
+    "subln": "Sub-LN (arXiv 2210.06423): before both, and before the last layer of each",
 }
 assert tuple(PLACEMENTS) == get_args(Placement)
 
@@ -177,26 +177,26 @@ def size_name(size: Size) -> str | None:
     return next((name for name, known in SIZES.items() if known == size), None)
 
 
-def nearest(given: str, allowed: Iterable[str]) -> str | None:
+def nearest(text: str, allowed: Iterable[str]) -> str | None:
     """Return the one allowed name that is spelt nearly like `given`, begins nearly so, or holds it, or lies in it.
 
     None where there is no such name, or where several are as close.
     """
-    close = {name: _similarity(given.casefold(), name.casefold()) for name in allowed if len(given) < 100}
+    close = {name: _similarity(text.casefold(), name.casefold()) for name in allowed if len(text) < 100}
     best = [name for name, likeness in close.items() if likeness == max(close.values())]
     return best[0] if len(best) == 1 and close[best[0]] >= LIKE else None
 
 
-def _similarity(given: str, name: str) -> float:
+def _similarity(text: str, name: str) -> float:
     """Return how alike two names are, from 0 to 1: letters in common, of which the first counts most."""
-    alike = difflib.SequenceMatcher(None, given, name).ratio()
-    if len(given) > 2 and any(
-        difflib.SequenceMatcher(None, given, name[: len(given) + more]).ratio() >= ALMOST for more in (0, 1)
+    alike = difflib.SequenceMatcher(None, text, name).ratio()
+    if len(text) > 2 and any(
+        difflib.SequenceMatcher(None, text, name[: len(text) + more]).ratio() >= ALMOST for more in (0, 1)
     ):
         alike = max(alike, BEGINS)
-    if min(len(given), len(name)) > 3 and (given in name or name in given):
+    if min(len(text), len(name)) > 3 and (text in name or name in text):
         alike = max(alike, PART)
-    return alike if given[:1] == name[:1] or alike >= UNLIKE_AT_FIRST else 0.0
+    return alike if text[:1] == name[:1] or alike >= UNLIKE_AT_FIRST else 0.0
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:

@@ -49,7 +49,7 @@ class Confusion:
         return self._sums((pair // self.classes, images) for pair, images in self.pairs.items())
 
     @property
-    def taken(self) -> list[int]:
+    def predicted(self) -> list[int]:
         """The images that were taken for every class."""
         return self._sums((pair % self.classes, images) for pair, images in self.pairs.items())
 
@@ -67,7 +67,8 @@ class Confusion:
     def worst(self, most: int) -> list[tuple[int, int, int]]:
         """Return the most frequent mistakes as (true, taken, images); of equal ones, those of the first classes."""
         found = [(-images, *divmod(pair, self.classes)) for pair, images in self.pairs.items()]
-        return [(true, taken, -less) for less, true, taken in sorted(one for one in found if one[1] != one[2])[:most]]
+        mistakes = sorted(one for one in found if one[1] != one[2])
+        return [(true, predicted, -less) for less, true, predicted in mistakes[:most]]
 
 
 @dataclass

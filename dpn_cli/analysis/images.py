@@ -41,16 +41,16 @@ class SampledImages:
         Raises `DataError` for unreadable images.
         """
         transform = partial(resize, size=model.config.image_size)
-        seen = 0
+        count = 0
         with stream(
             self.split, transform, inspection_batch_size(model), workers=self.workers, skip_bad=self.skip_bad
         ) as parts:
             for part in parts:
                 if len(part.images):
-                    seen += len(part.images)
+                    count += len(part.images)
                     yield part.images
                 on_progress(len(part.images) + part.skipped)
-        if not seen:
+        if not count:
             raise DataError(f"--data {self.place}: none of {len(self.split.labels)} images can be read")
 
 

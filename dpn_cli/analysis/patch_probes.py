@@ -71,8 +71,8 @@ def probe_stem(model: Backbone, ordinary: Tensor) -> list[Probe]:
     images = repeat(torch.stack(list(kinds.values())), "k c p q -> k c (h p) (w q)", h=rows, w=columns)
     images = model.normalize(images.to(device))
     tokens = model.patch_embed(images)[:, 0].double().cpu()
-    given = cut_patches(images, model.config.patch)[:, :1]
-    after = model.patch_embed.norm_in(given)
+    patches = cut_patches(images, model.config.patch)[:, :1]
+    after = model.patch_embed.norm_in(patches)
     shape = {"p": model.config.patch[0], "q": model.config.patch[1]}
     first = tokens[0]
     return [
@@ -80,7 +80,7 @@ def probe_stem(model: Backbone, ordinary: Tensor) -> list[Probe]:
             name,
             kinds[name],
             rearrange(after[place, 0].cpu(), "(p q c) -> c p q", **shape),
-            float(given[place].double().std(correction=0)),
+            float(patches[place].double().std(correction=0)),
             float(after[place].double().std(correction=0)),
             float(tokens[place].norm()),
             float(F.cosine_similarity(tokens[place], first, dim=0)),

@@ -52,13 +52,13 @@ class ExplainedVariance:
         total = self.squares - self.features[0, 0] * mean.square().sum()
         if total <= 1e-12 * self.squares:
             return dict.fromkeys(FEATURES)
-        return {name: float(1 - self._residual(list(kept)) / total) for name, kept in FEATURES.items()}
+        return {name: float(1 - self._residual(list(components)) / total) for name, components in FEATURES.items()}
 
-    def _residual(self, kept: list[int]) -> Tensor:
+    def _residual(self, components: list[int]) -> Tensor:
         """Return the sum of squares that a fit on some of the features leaves."""
-        products = self.products[kept]
+        products = self.products[components]
         # The pseudo-inverse: on one colour everywhere, contrast is a multiple of the constant.
-        fitted = torch.linalg.pinv(self.features[kept][:, kept], hermitian=True) @ products
+        fitted = torch.linalg.pinv(self.features[components][:, components], hermitian=True) @ products
         rest: Tensor = self.squares - (fitted * products).sum()
         return rest
 

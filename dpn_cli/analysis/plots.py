@@ -74,7 +74,7 @@ def _chart_per_network(
 
 def _facts(networks: Sequence[InspectionSummary]) -> Table:
     rows: list[list[Cell]] = [[key, *(one.facts[key] for one in networks)] for key in networks[0].facts]
-    return Table("What was looked into", ["", *(one.name for one in networks)], rows, name="networks")
+    return Table("Networks", ["", *(one.name for one in networks)], rows, name="networks")
 
 
 def _first_norm(networks: Sequence[InspectionSummary]) -> list[Part]:
@@ -252,7 +252,7 @@ def _attention(networks: Sequence[InspectionSummary]) -> list[Part]:
         x = [layer for layer, row in enumerate(one.observed.distances.tolist(), 1) for _ in row]
         caption = (
             f"One point per head, mean over {one.observed.images} images. A query's distance is the mean distance to "
-            "the patches that it looks at, weighted by the attention after the softmax. The class token is left out, "
+            "the patches that it attends to, weighted by the attention after the softmax. The class token is left out, "
             "and what is left of each row is divided by its sum."
         )
         return LineChart(
@@ -278,11 +278,11 @@ def _attention(networks: Sequence[InspectionSummary]) -> list[Part]:
 
 
 def _lengths(networks: Sequence[InspectionSummary]) -> list[Part]:
-    seen = [(one, one.observed.lengths) for one in networks if one.observed]
-    if not seen:
+    recorded = [(one, one.observed.lengths) for one in networks if one.observed]
+    if not recorded:
         return []
     series = []
-    for one, lengths in seen:
+    for one, lengths in recorded:
         places = range(len(lengths))
         series.append(Series(_prefix_network(one, "patches", networks), places, [place.mean for place in lengths]))
         series.append(Series(_prefix_network(one, "largest", networks), places, [place.largest for place in lengths]))
@@ -306,7 +306,7 @@ def _lengths(networks: Sequence[InspectionSummary]) -> list[Part]:
             place.largest,
             place.class_token,
         ]
-        for one, lengths in seen
+        for one, lengths in recorded
         for place in lengths
     ]
     columns = ["after", "mean", "5 %", "95 %", "largest", "class token"]
@@ -314,13 +314,13 @@ def _lengths(networks: Sequence[InspectionSummary]) -> list[Part]:
 
 
 def _explained(networks: Sequence[InspectionSummary]) -> list[Part]:
-    seen = {one.name: one.observed.shares for one in networks if one.observed}
-    if not seen:
+    shares_by_network = {one.name: one.observed.shares for one in networks if one.observed}
+    if not shares_by_network:
         return []
     names = {"brightness": "brightness", "contrast": "contrast", "both": "brightness and contrast"}
     series = {
         name: [None if (share := shares[key]) is None else 100 * share for key in names]
-        for name, shares in seen.items()
+        for name, shares in shares_by_network.items()
     }
     caption = (
         "Share of the variance of the stem's tokens, before positions, that a least-squares fit on the brightness "

@@ -41,9 +41,9 @@ def principal_filters(model: Backbone, most: int = FILTERS) -> Filters:
     weight = applied_weight(model)
     flat = weight.flatten(1)
     _, values, vectors = torch.linalg.svd(flat - flat.mean(0), full_matrices=False)
-    kept = vectors[:most]
-    largest = kept.gather(1, kept.abs().argmax(1, keepdim=True))
-    patterns = rearrange(kept * largest.sign(), "k (c p q) -> k c p q", c=weight.shape[1], p=weight.shape[2])
+    components = vectors[:most]
+    largest = components.gather(1, components.abs().argmax(1, keepdim=True))
+    patterns = rearrange(components * largest.sign(), "k (c p q) -> k c p q", c=weight.shape[1], p=weight.shape[2])
     variance = values.square()
     return Filters(patterns, (variance / variance.sum().clamp(min=torch.finfo().tiny))[:most])
 

@@ -26,7 +26,7 @@ class InspectionSummary:
     """Measurements of a network; `left_out` names those that are missing, and why.
 
     Args:
-        name: what it is called beside another network.
+        name: what it is called next to another network.
         facts: what it is, for tables.
         maps: scale and bias of the first norm, see `first_norm_maps`; `described` describes them channel by channel.
         filters, values: principal filters and singular values of the projection with the first norm's scale.
@@ -86,8 +86,8 @@ def examine(name: str, model: Backbone, batches: Iterable[Tensor] | None) -> Ins
     An ordinary patch is taken from them, or from the built-in scenes.
     """
     maps = first_norm_maps(model)
-    seen = None if batches is None else record_activations(model, batches)
-    ordinary = ordinary_patch(model, scenes(model)) if seen is None else seen.ordinary
+    activations = None if batches is None else record_activations(model, batches)
+    ordinary = ordinary_patch(model, scenes(model)) if activations is None else activations.ordinary
     return InspectionSummary(
         name,
         _facts(model),
@@ -98,7 +98,7 @@ def examine(name: str, model: Backbone, batches: Iterable[Tensor] | None) -> Ins
         singular_values(model, with_scale=False) if "scale" in maps else None,
         position_similarity(model),
         probe_stem(model, ordinary),
-        seen,
+        activations,
         _left_out(model, maps, batches is None),
         "norm_in" in NORMS[model.config.stem],
     )

@@ -262,7 +262,7 @@ def _print_inspection(facts: dict[str, Any]) -> None:
     size = f"{facts['width']} wide, {facts['depth']} blocks, MLP {facts['mlp']}, {facts['heads']} heads"
     attention = "" if facts["attn_width"] == facts["width"] else f", attention {facts['attn_width']} wide"
     parts = [name for name in ("pre_logits", "pre_norm", "fc_norm") if facts[name]]
-    parts += ["a class token beside it"] if facts["mean_beside_class_token"] else []
+    parts += ["a class token next to it"] if facts["mean_beside_class_token"] else []
     table = Table(Column(), Column(overflow="fold"), box=None, show_header=False, padding=(0, 2, 0, 0))
     rows = {
         "file": facts["source"],

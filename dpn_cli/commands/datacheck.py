@@ -25,7 +25,7 @@ CHECKS: dict[str, tuple[TrainCommand, str]] = {
     "ade20k": (ADE20K, "ADEChallengeData2016"),
     "folder": (FOLDER, "DIR"),
 }
-# Options of a training that its data check has besides those of the data panel, and those of the panel that it lacks.
+# Options of a data check outside the data panel, and options of the panel that it does not have.
 INCLUDED, EXCLUDED = frozenset({"batch_size", "image_size", "workers"}), frozenset({"skip_bad_images", "flip"})
 EXTRA = frozenset({"name", "base_config"})
 

@@ -38,7 +38,7 @@ class LazyCommand(NamedTuple):
 
 
 class Commands(UserDict[str, Any]):
-    """Commands by name, each loaded when it is first looked at."""
+    """Commands by name, each loaded at its first use."""
 
     def __init__(self, later: Mapping[str, LazyCommand]) -> None:
         super().__init__(dict.fromkeys(later))

@@ -155,8 +155,8 @@ def _format_default(key: Key, value: object, variant: Variant) -> str:
     if value is None or value == () or value == [] or key.name == "data.source":
         return key.flag.unset
     if isinstance(value, bool):
-        on, _, off = key.flag.names[0].partition("/")
-        return (on if value else off or "no").removeprefix("--")
+        name_on, _, name_off = key.flag.names[0].partition("/")
+        return (name_on if value else name_off or "no").removeprefix("--")
     if isinstance(value, list | tuple):
         return ",".join(map(_text, value))
     return _text(value)

@@ -162,7 +162,7 @@ def _write(
     for drawing in experiment.drawings:
         page_folder = folder / drawing.name
         trials = drawing.ready(locations)
-        if drawing.by == "report" and trials:
+        if drawing.page_kind == "report" and trials:
             options = ReportOptions(runs=[locations.out / trial.name for trial in trials], output_dir=page_folder)
             page = report(options, console, title=title)
             pages.append(Path(page["page"]))

@@ -80,7 +80,7 @@ class TrainCommand:
         config_file = arguments.get("config")
         plain = resolve(config_file, flags, settings, log, **extra)
         if config_file:
-            read_sources(config_file, self.schema)  # a mistake in them is told; the run does not need them
+            read_sources(config_file, self.schema)  # reports mistakes in them; the run does not need them
         return build(self.schema, plain, "config", option_names(keys, arguments))
 
     def explicit_keys(self, arguments: Mapping[str, Any]) -> list[str]:

@@ -28,7 +28,7 @@ RESUME = "Continue the run in the output folder, or start a new one."
 class LaunchOptions:
     """The folder of a run (None: one named after the task and the network), and what happens to a run that is there.
 
-    `on_open` is told which folder it is. With `dry_run` nothing is written there, and `on_cost` is told what the
+    `on_open` receives the folder. With `dry_run` nothing is written there, and `on_cost` receives what the
     trainings of each network take. Of several trainings `jobs` run at once, started by an `engine` with `resources` for
     each; `jobs_per_gpu` on a GPU, where it is given, and then None for `jobs` is as many as the GPUs have room for.
     `trial` is the number of the only trial that is run, None for all. `explicit_keys` are the config keys that the

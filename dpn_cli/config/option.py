@@ -1,4 +1,4 @@
-"""A config key that is a command-line option: the option's name, help and panel stand beside the key in the schema."""
+"""A config key that is a command-line option: the option's name, help and panel stand next to the key in the schema."""
 
 from __future__ import annotations
 

@@ -159,10 +159,10 @@ def dump_with_sources(config: Section, sources: Mapping[str, ValueSource], state
         for name, value in section.items():
             key = prefix + name
             inside = isinstance(value, dict) and bool(value)
-            said = sources[key].comment() if key in sources else "" if inside or key in keys else otherwise
+            comment_text = sources[key].comment() if key in sources else "" if inside or key in keys else otherwise
             line = f"{indent}{name}:" if inside else f"{indent}{name}: {format_value(value)}"
-            yield f"{line.ljust(COMMENT_COLUMN)}  # {said}" if said else line
+            yield f"{line.ljust(COMMENT_COLUMN)}  # {comment_text}" if comment_text else line
             if inside:  # the source of a mapping is that of all its values
-                yield from lines(value, f"{key}.", f"{indent}  ", "" if said else otherwise)
+                yield from lines(value, f"{key}.", f"{indent}  ", "" if comment_text else otherwise)
 
     return "\n".join(lines(config.model_dump(mode="json"), "", "", "default")) + "\n"

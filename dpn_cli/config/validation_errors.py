@@ -142,7 +142,7 @@ def refusal(value: object, annotation: Any, metadata: Iterable[Any] = ()) -> str
 def describe_allowed(annotation: Any, metadata: Iterable[Any] = (), *, finite: bool = False) -> str:
     """Describe the values that a type allows: "a number above 0 and below 1, or null".
 
-    A ``Field(description=...)`` beside the type is the description; `finite` stresses that numbers have to be.
+    A ``Field(description=...)`` next to the type is the description; `finite` stresses that numbers have to be.
     """
     annotation, metadata = _unwrapped(annotation, tuple(metadata))
     for note in metadata:

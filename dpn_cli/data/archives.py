@@ -144,8 +144,8 @@ def _check_members(archive: Path, layout: ArchiveLayout) -> list[ArchiveEntry]:
     return entries
 
 
-def _refuse(archive: Path, info: zipfile.ZipInfo, what: str) -> NoReturn:
-    raise DataError(f"{archive}: member {info.orig_filename!r}: {what}; nothing of the archive is unpacked")
+def _refuse(archive: Path, info: zipfile.ZipInfo, problem: str) -> NoReturn:
+    raise DataError(f"{archive}: member {info.orig_filename!r}: {problem}; nothing of the archive is unpacked")
 
 
 def _check_space(out: Path, entries: Sequence[ArchiveEntry]) -> None:

@@ -106,43 +106,43 @@ class Augmentation:
 
 
 @cache
-def make_transform(how: Augmentation) -> Callable[[Image.Image], Tensor]:
+def make_transform(augmentation: Augmentation) -> Callable[[Image.Image], Tensor]:
     """Return timm's training transform: crop where `how` says timm's, mirror, policy or colour jitter, random erasing.
 
     It maps an RGB image to (3, *size): uint8, or with erasing, whose noise is normal in the network's input range,
     float32 pixels in that range.
     """
-    bicubic = how.crop == "timm_bicubic"
-    by_torchvision = how.policy in get_args(TorchvisionPolicy)
+    bicubic = augmentation.crop == "timm_bicubic"
+    by_torchvision = augmentation.policy in get_args(TorchvisionPolicy)
     crop, policy, finish = create_transform(
-        how.size,
+        augmentation.size,
         is_training=True,
         separate=True,
-        hflip=0.5 * how.flip,
-        color_jitter=how.jitter or None,
-        auto_augment=None if by_torchvision else how.policy,
+        hflip=0.5 * augmentation.flip,
+        color_jitter=augmentation.jitter or None,
+        auto_augment=None if by_torchvision else augmentation.policy,
         interpolation="bicubic" if bicubic else "bilinear",
-        mean=how.mean,
-        std=how.std,
-        re_prob=how.erase,
+        mean=augmentation.mean,
+        std=augmentation.std,
+        re_prob=augmentation.erase,
         re_mode="pixel",
-        normalize=how.erase > 0,
+        normalize=augmentation.erase > 0,
     )
-    if how.crop in ("inception", "whole"):  # the image comes in its final size
-        crop = Compose([RandomHorizontalFlip(0.5 * how.flip)])
+    if augmentation.crop in ("inception", "whole"):  # the image comes in its final size
+        crop = Compose([RandomHorizontalFlip(0.5 * augmentation.flip)])
     for operation in (each for transform in policy.transforms for each in getattr(transform, "ops", ())):
         if operation.aug_fn is posterize:
             operation.aug_fn = _posterized
     if by_torchvision:
-        policy = AutoAugment(AutoAugmentPolicy(how.policy), InterpolationMode.BILINEAR, FILL)
+        policy = AutoAugment(AutoAugmentPolicy(augmentation.policy), InterpolationMode.BILINEAR, FILL)
     whole: Callable[[Image.Image], Tensor] = Compose([crop, policy, finish])
     return whole
 
 
 def _posterized(image: Image.Image, bits: int, **others: Any) -> Image.Image:
     """Keep `bits` of each value, as timm does. Zero bits, which Pillow 13 refuses, give a black image."""
-    kept: Image.Image = posterize(image, bits, **others) if bits else Image.new(image.mode, image.size)
-    return kept
+    posterized: Image.Image = posterize(image, bits, **others) if bits else Image.new(image.mode, image.size)
+    return posterized
 
 
 def mix_batches(batches: Batches, mixup: Mixup, normalize: Callable[[Tensor], Tensor], seed: int) -> Batches:

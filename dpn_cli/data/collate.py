@@ -54,7 +54,7 @@ def chunks_in_memory(workers: int) -> int:
 
 
 def batches_ahead(rows: int, workers: int) -> int:
-    """Return how many batches of so many rows may be in the making, or ready, beside the one in use."""
+    """Return how many batches of so many rows may be in the making, or ready, next to the one in use."""
     return 1 + (min(PREFETCH_CHUNKS * workers, -(-PREFETCH_CHUNKS * workers * CHUNK_IMAGES // rows)) if workers else 0)
 
 
@@ -97,11 +97,11 @@ def open_batches(
     if workers:
         options["prefetch_factor"] = PREFETCH_CHUNKS
     with open_loader(dataset, workers, **options) as items:
-        made = _concat_chunks(items, size, lengths, pin=device.type == "cuda")
+        collated = _concat_chunks(items, size, lengths, pin=device.type == "cuda")
         if not workers:
-            yield made
+            yield collated
             return
-        with closing(_Prefetcher(items, made, device)) as ahead:
+        with closing(_Prefetcher(items, collated, device)) as ahead:
             yield iter(ahead)
 
 
@@ -155,8 +155,8 @@ def _concat_batch(parts: Iterator[BatchChunk], rows: int, *, pin: bool) -> Colla
 class _Prefetcher:
     """Batches that a thread makes one ahead of what is asked for."""
 
-    def __init__(self, items: Any, made: Iterator[CollatedBatch], device: torch.device) -> None:
-        self.items, self.made, self.device = items, made, device
+    def __init__(self, items: Any, collated: Iterator[CollatedBatch], device: torch.device) -> None:
+        self.items, self.made, self.device = items, collated, device
         self.ready: SimpleQueue[CollatedBatch | BaseException | None] = SimpleQueue()
         self.room, self.ended = threading.Semaphore(), threading.Event()
         self.thread = threading.Thread(target=self._make, daemon=True)

@@ -60,7 +60,7 @@ def _fit(height: int, width: int, ratio: float, draws: list[float]) -> Box | Non
     return int(draws[1] * (height - tall)), int(draws[2] * (width - wide)), tall, wide
 
 
-def train_crop(image: Image.Image, where: str, size: Size, generator: torch.Generator, how: Decode) -> Tensor:
+def train_crop(image: Image.Image, where: str, size: Size, generator: torch.Generator, decode_mode: Decode) -> Tensor:
     """Decode a random crop of an opened image, resized to (3, *size) uint8.
 
     ``exact`` decodes all of the image and resizes the crop as the reference does; ``pillow`` does the same with
@@ -69,7 +69,7 @@ def train_crop(image: Image.Image, where: str, size: Size, generator: torch.Gene
     docs/measurements.md. Raises `DataError` when the image is unreadable.
     """
     top, left, height, width = inception_box((image.height, image.width), generator)
-    if how == "fast" and image.format == "JPEG":
+    if decode_mode == "fast" and image.format == "JPEG":
         full = image.height, image.width
         shrink = min(height / size[0], width / size[1])
         if shrink >= 2:
@@ -77,8 +77,8 @@ def train_crop(image: Image.Image, where: str, size: Size, generator: torch.Gene
             down, across = image.height / full[0], image.width / full[1]
             top, left = round(top * down), round(left * across)
             height, width = max(1, round(height * down)), max(1, round(width * across))
-    crop = decode(image, where, decoder_of(how))[top : top + height, left : left + width]
-    if how != "fast":
+    crop = decode(image, where, decoder_of(decode_mode))[top : top + height, left : left + width]
+    if decode_mode != "fast":
         return resize(crop, size)
     return F.interpolate(to_batch(crop), size, mode="bilinear", align_corners=False)[0].contiguous()
 
@@ -105,7 +105,8 @@ def eval_crop(pixels: Pixels, resize_side: int, size: Size) -> Tensor:
     width, flat = needed.shape[1], needed.reshape(len(needed), -1)
     # Some columns in float32 at a time: all of them would take four times the memory of the image.
     step = max(LEAST_COLUMNS, FLOATS // len(flat))
-    parts = (torch.from_numpy(flat[:, at : at + step].astype(np.float32)) for at in range(0, flat.shape[1], step))
+    offsets = range(0, flat.shape[1], step)
+    parts = (torch.from_numpy(flat[:, offset : offset + step].astype(np.float32)) for offset in offsets)
     tall = torch.cat([rows.mix(part) for part in parts], 1).view(size[0], width, 3)
     mixed = columns.mix(tall.transpose(0, 1).reshape(width, -1)).view(size[1], size[0], 3).permute(2, 1, 0)
     # Weights of a third do not add up to one exactly, and a flat 255 must not become 254.

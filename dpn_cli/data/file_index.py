@@ -24,7 +24,7 @@ from dpn_cli.run import signals
 from dpn_cli.run.console import LINE_EVERY, print_message
 from dpn_cli.run.files import real_path, replace_file
 
-# The list of so many images is kept. Nobody edits images of larger sets one by one; looking at each of them takes
+# The list of so many images is kept. Nobody edits images of larger sets one by one; checking each of them takes
 # minutes on a disk of the network.
 KEPT = 100_000
 # A kept list is checked against every folder's dates, and the sizes of this many images.
@@ -83,9 +83,9 @@ def index_files(root: Path, within: Sequence[str] = ("",)) -> FileIndex:
     for a folder that cannot be read, `StoppedError` when a signal asks to stop.
     """
     file = _index_path(root, within)
-    if file and (kept := _load(file, root, within)) is not None:
-        return kept
-    began, shown = time.time_ns(), time.monotonic()
+    if file and (saved_index := _load(file, root, within)) is not None:
+        return saved_index
+    start_time, shown = time.time_ns(), time.monotonic()
     listing, folders = FileIndex(), _FolderStamps()
     for folder in within:
         before = len(listing.names)
@@ -97,7 +97,7 @@ def index_files(root: Path, within: Sequence[str] = ("",)) -> FileIndex:
                 shown = time.monotonic()
                 print_message(f"{root}: {len(listing.names)} images found")
         listing.counts.append(len(listing.names) - before)
-    if file and len(listing.names) >= KEPT and max(folders.stamps[::3]) < began - SAME_DATE:
+    if file and len(listing.names) >= KEPT and max(folders.stamps[::3]) < start_time - SAME_DATE:
         with suppress(SaveError):  # the next run looks for them again
             _save(file, listing, folders, within)
             listing.file = file

@@ -12,7 +12,7 @@ _gathered: list[list[DataError]] = []  # of the blocks of `collect_errors`, the 
 
 @contextmanager
 def collect_errors() -> Iterator[list[DataError]]:
-    """Gather inside the block what `report_error` is told, instead of raising the first of it."""
+    """Collect the errors given to `report_error` inside the block, instead of raising the first."""
     errors: list[DataError] = []
     _gathered.append(errors)
     try:
@@ -22,7 +22,7 @@ def collect_errors() -> Iterator[list[DataError]]:
 
 
 def report_error(error: DataError) -> None:
-    """Raise an error about one of many images; inside `collect_errors`, keep it, and the caller goes on without it."""
+    """Raise an error about one of many images; inside `collect_errors`, collect it instead."""
     if not _gathered:
         raise error
     _gathered[-1].append(error)

@@ -88,8 +88,8 @@ def _open(source: ImageSource, place: str, split: str) -> tuple[LabelledImages, 
         task, splits = DEMO_SPLITS[place]
         return SceneSplit(task, *splits[split]), tuple(LABELS[task])
     if place.startswith("demo:"):
-        told = ", ".join(f"{name} ({len(LABELS[task])} classes)" for name, (task, _) in DEMO_SPLITS.items())
-        raise DataError(f"--data {place}: no such demo; there are {told}")
+        names = ", ".join(f"{name} ({len(LABELS[task])} classes)" for name, (task, _) in DEMO_SPLITS.items())
+        raise DataError(f"--data {place}: no such demo; there are {names}")
     if is_shards(place):
         shards = LabelledShardImages(place.removeprefix("wds:"))
         return shards, shards.classes
@@ -148,7 +148,7 @@ def check_classes(source: ImageSource, train: Sequence[str], val: Sequence[str])
 
 
 def open_unlabelled(source: ImageSource) -> LabelledImages:
-    """Open the training images of `source` without looking at labels; a folder needs no class folders in it.
+    """Open the training images of `source` without reading labels; a folder needs no class folders in it.
 
     Of a folder with ``train`` in it those are meant. Raises `DataError` where there are no images.
     """

@@ -66,7 +66,7 @@ def count_overlap(split: LabelledImages, described: Mapping[str, Any] | None, wo
     if described is None:
         return None
     joined = base64.b64decode(described["digests"])
-    known = {joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES)}
+    known = {joined[index : index + DIGEST_BYTES] for index in range(0, len(joined), DIGEST_BYTES)}
     rows = _sample(split, 1)  # another seed than the record's: two samples of one data set must be independent
     met = 0
     for row in rows[world.rank :: world.size]:
@@ -84,8 +84,8 @@ def _sample(split: LabelledImages, seed: int) -> list[int]:
     if split.shards and is_remote(split):
         turn = np.random.default_rng(seed).permutation(len(split.shards.paths))
         return sorted(np.argsort(turn[split.shards.of], kind="stable")[:MAX_IMAGES].tolist())
-    drawn: list[int] = np.random.default_rng(seed).permutation(count)[:MAX_IMAGES].tolist()
-    return sorted(drawn)
+    rows: list[int] = np.random.default_rng(seed).permutation(count)[:MAX_IMAGES].tolist()
+    return sorted(rows)
 
 
 def _hash_image(split: LabelledImages, row: int) -> bytes | None:

@@ -51,8 +51,8 @@ def _lookup(table: npt.NDArray[Any], image: Image) -> Image:
 
 
 def _posterize(image: Image, share: float) -> Image:
-    kept = min(max(int(share * 4), 1), 8)  # TensorFlow shifts a byte by at most seven
-    return image & np.uint8(256 - (1 << (8 - kept)))
+    bits = min(max(int(share * 4), 1), 8)  # TensorFlow shifts a byte by at most seven
+    return image & np.uint8(256 - (1 << (8 - bits)))
 
 
 def _solarize(image: Image, share: float) -> Image:
@@ -132,13 +132,13 @@ def _smooth(image: Image) -> Image:
     # TensorFlow convolves in float32: where thirteen divides the total, rounding may leave it just below.
     even = np.zeros(image.shape, dtype=np.bool_)
     even[:, 1:-1, 1:-1] = mean * 13 == total
-    at, values = np.flatnonzero(even), image.ravel()
-    floats = np.zeros(len(at), dtype=np.float32)
+    positions, values = np.flatnonzero(even), image.ravel()
+    floats = np.zeros(len(positions), dtype=np.float32)
     for row, column in itertools.product((-1, 0, 1), repeat=2):
         weight = float(np.float32(1 if row or column else 5) / np.float32(13))
-        products = values[at + row * image.shape[2] + column].astype(np.float64) * weight
+        products = values[positions + row * image.shape[2] + column].astype(np.float64) * weight
         floats = (floats + products).astype(np.float32)  # rounded once, as a fused multiply-add is
-    smooth.ravel()[at] = floats
+    smooth.ravel()[positions] = floats
     return smooth
 
 

@@ -32,7 +32,7 @@ TRIES, FIRST_PAUSE = 5, 1.0
 CLIENTS = 8
 # What stores call the version of a file.
 VERSIONS = ("ETag", "etag", "generation", "blob_id", "LastModified", "Last-Modified", "mtime")
-# Answers to a mistaken request by which a server asks for another attempt: it is slow, or has too many.
+# Statuses of client errors after which a request is repeated: time-out, too many requests.
 AGAIN = (408, 429)
 # Seconds without a write after which a copy is one that its process did not finish.
 ABANDONED = 3600.0
@@ -108,7 +108,7 @@ class RemotePath:
     def fetch(self) -> None:
         """Copy the file into the cache unless it is there; processes that want the same file wait for the first.
 
-        Raises `StoreError` when the store has no such file, does not answer or sends something else, after several
+        Raises `StoreError` when the store has no such file, does not respond or sends something else, after several
         attempts where that may help, and `SaveError` when the disk is full.
         """
         path, digests = self.cached, list[str]()
@@ -277,14 +277,14 @@ def retry(url: str, attempt: Callable[[], ResultT]) -> ResultT:
             if final or count == TRIES:
                 raise final or StoreError(
                     f"{url}: {_describe_error(cause)}; given up after {TRIES} attempts. Run the same command again "
-                    "when the store answers; in a run's folder with --resume"
+                    "when the store responds; in a run's folder with --resume"
                 ) from error
         pause(FIRST_PAUSE * 2 ** (count - 1))
     raise AssertionError("the last attempt returns or raises")
 
 
 def _find_cause(url: str, error: BaseException) -> BaseException:
-    """Return what an error stands for: fsspec calls a file missing whatever an HTTP server answers to HEAD."""
+    """Return what an error stands for: fsspec calls a file missing for any error of an HTTP server on HEAD."""
     if isinstance(error, _FailedError):
         error = error.__cause__ or error
     if isinstance(error, FileNotFoundError) and url.startswith("http"):

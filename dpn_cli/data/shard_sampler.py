@@ -130,8 +130,8 @@ class ShardOrder:
         for lane, (low, high) in enumerate(pairwise(np.concatenate([[0], np.cumsum(shares)]).tolist())):
             met = range(int(np.searchsorted(ends, low, "right")), int(np.searchsorted(begins, high)))
             pieces = [
-                Chunk(numbers[at], max(0, low - int(begins[at])), min(high, int(ends[at])) - int(begins[at]))
-                for at in (met if low < high else ())
+                Chunk(numbers[i], max(0, low - int(begins[i])), min(high, int(ends[i])) - int(begins[i]))
+                for i in (met if low < high else ())
             ]
             if lane % 2 == 0:
                 pieces.reverse()
@@ -140,8 +140,8 @@ class ShardOrder:
 
     def _blocks(self, pieces: Sequence[Chunk]) -> ShardGroup:
         """Divide a lane's pieces into equally many at a time, as near to the number of open shards as that allows."""
-        together = -(-self.open_shards // self.lanes)
-        count = max(1, -(-len(pieces) // together))
+        chunks_per_block = -(-self.open_shards // self.lanes)
+        count = max(1, -(-len(pieces) // chunks_per_block))
         cuts = [len(pieces) * number // count for number in range(count + 1)]
         blocks = [list(pieces[low:high]) for low, high in pairwise(cuts)]
         sizes = [sum(piece.end - piece.begin for piece in block) for block in blocks]

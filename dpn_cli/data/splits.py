@@ -43,7 +43,7 @@ def open_class_data(source: ImageSource, minival: float | None, *, chooses: bool
     if validation is None:
         if not source.val_fraction:
             raise DataError(
-                f"--data {source.place}: no validation images; put them beside (train/CLASS, val/CLASS), "
+                f"--data {source.place}: no validation images; put them next to (train/CLASS, val/CLASS), "
                 "name them with --val-data, or set some apart with --val-fraction 0.2"
             )
         train, val = hold_out(train, source.val_fraction)
@@ -79,13 +79,13 @@ def hold_out(split: LabelledImages, fraction: float) -> tuple[LabelledImages, La
     """Set the last `fraction` of every class apart, in the order of the names' hashes; returns (rest, part)."""
     labels, order = np.asarray(split.labels), np.asarray(hash_order(split))
     order = order[np.argsort(labels[order], kind="stable")]
-    apart, end = np.zeros(len(labels), dtype=bool), 0
+    held_out, end = np.zeros(len(labels), dtype=bool), 0
     for images in np.unique(labels, return_counts=True)[1].tolist():
         end += images
-        apart[order[end - min(images - 1, max(1, round(fraction * images))) : end]] = True
-    if apart.all() or not apart.any():
+        held_out[order[end - min(images - 1, max(1, round(fraction * images))) : end]] = True
+    if held_out.all() or not held_out.any():
         raise DataError(f"{len(labels)} images are too few to set {fraction:g} of each class apart")
-    return ImageSubset(split, np.flatnonzero(~apart)), ImageSubset(split, np.flatnonzero(apart))
+    return ImageSubset(split, np.flatnonzero(~held_out)), ImageSubset(split, np.flatnonzero(held_out))
 
 
 def open_tuning_data(source: ImageSource) -> ClassData:

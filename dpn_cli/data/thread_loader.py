@@ -1,6 +1,6 @@
 """Data sets whose items this process makes in threads, with all cores that its networks compute on, between passes.
 
-Beside a pass, decoding takes cores from it: the threads of a matrix product wait for the last one of them.
+During a pass, decoding takes cores from it: the threads of a matrix product wait for the last one of them.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def _no_gpu(messages: list[str]) -> Finding:
         return Finding("GPU", "ok", "none; trainings run on the CPU")
     if torch.version.cuda is None:
         found = f"this machine has NVIDIA's driver, and torch {torch.__version__} is built without CUDA"
-        return Finding("GPU", "problem", found, "install a torch built with CUDA, and the torchvision beside it")
+        return Finding("GPU", "problem", found, "install a torch built with CUDA, and the torchvision next to it")
     if hidden is not None and not re.match(r"\d|GPU-|MIG-", hidden):
         found = f"hidden from this process by CUDA_VISIBLE_DEVICES={hidden!r}"
         return Finding("GPU", "warning", found, "unset CUDA_VISIBLE_DEVICES")

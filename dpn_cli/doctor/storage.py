@@ -61,7 +61,7 @@ def _hub(cache: Path) -> Finding:
     cached = {kind: len(list(cache.glob(f"{kind}s--*"))) for kind in ("model", "dataset")}
     summary = f"{count_noun(cached['model'], 'model')} and {count_noun(cached['dataset'], 'data set')} in its cache"
     if not hub_is_offline():
-        return Finding("hub", "ok", f"answers; {summary}")
+        return Finding("hub", "ok", f"responds; {summary}")
     if os.environ.get("HF_HUB_OFFLINE"):
         return Finding("hub", "ok", f"not asked (HF_HUB_OFFLINE is set); {summary}")
     return Finding(

@@ -61,7 +61,7 @@ class SubprocessCheck:
                 else:
                     label = message
             yield Finding(
-                label, "problem", f"no answer in {STEP_TIMEOUT:.0f} s", "a device or a network hangs; restart it"
+                label, "problem", f"no response in {STEP_TIMEOUT:.0f} s", "a device or a network hangs; restart it"
             )
         except (EOFError, OSError):
             self.process.join()

@@ -84,7 +84,7 @@ def dry_run_fit(build_setup: Callable[[], DryRunSetup], name: str, run_folder: P
     """Train a few steps on one batch, evaluate, save, load into a new start, and go on; returns what a training takes.
 
     `begin` makes the training at its start, each time anew. States are written to a folder on the disk of the run's
-    folder `beside`, and deleted. `weights` are the bytes that a training leaves. All ranks call it.
+    folder `next to`, and deleted. `weights` are the bytes that a training leaves. All ranks call it.
 
     Raises:
         SaveError: the state cannot be written or loaded, or the step after it does not end where it did before: on a
@@ -163,11 +163,11 @@ def _measure_first_steps(scene: DryRunSetup, batch: Batch, saved: Checkpoints, l
     def evaluate() -> dict[str, float]:
         sampled.evaluate()  # what is imported and compiled then does not count
         for place, work in enumerate((load, sampled.load, sampled.evaluate)):
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             work()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            seconds[place] = time.perf_counter() - began
+            seconds[place] = time.perf_counter() - start_time
         return {}
 
     outputs = replace(scene.job.outputs, checkpoints=saved, log=None, tick=lambda _: ticks.append(time.perf_counter()))
@@ -261,7 +261,7 @@ def _square(tensor: Tensor, reference: Tensor) -> float:
 
 @contextmanager
 def _scratch(run_folder: Path, world: World) -> Iterator[Path]:
-    """Yield a new folder beside a run's folder, on all ranks, and delete it at the end. Raises `DpnError`."""
+    """Yield a new folder next to a run's folder, on all ranks, and delete it at the end. Raises `DpnError`."""
 
     def make() -> Path:
         existing_folder = next(folder for folder in run_folder.absolute().parents if folder.is_dir())

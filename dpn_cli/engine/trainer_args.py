@@ -36,7 +36,7 @@ class TrainJob:
         optim: the update rule.
         schedule: the number of optimizer steps, and the course of the learning rate.
         lr: peak learning rate.
-        batch_size: rows of the global batch; the ranks must divide it.
+        batch_size: rows of the global batch.
         seed: seeds dropout and stochastic depth.
         world: this rank.
         runtime: precision, and the steps between two checkpoints.

@@ -183,7 +183,7 @@ def _line(number: int) -> dict[str, Any]:
 @_figure.register
 def _bars(chart: BarChart) -> Figure:
     count = len(chart.series)
-    base_names = [name for name in chart.series if name not in chart.beside]
+    base_names = [name for name in chart.series if name not in chart.paired_with]
     figure, axes = _canvas(height=0.9 + (0.1 + 0.11 * count) * len(chart.categories) + 0.1 * count)
     thick = 0.8 / count
     for number, (name, values) in enumerate(chart.series.items()):
@@ -194,8 +194,8 @@ def _bars(chart: BarChart) -> Figure:
             middle[rows_with_value],
             [values[row] or 0.0 for row in rows_with_value],
             thick * 0.92,
-            color=COLOURS[base_names.index(chart.beside.get(name, name)) % len(COLOURS)],
-            alpha=0.45 if name in chart.beside else 1.0,
+            color=COLOURS[base_names.index(chart.paired_with.get(name, name)) % len(COLOURS)],
+            alpha=0.45 if name in chart.paired_with else 1.0,
             label=label(name),
             xerr=[errors[row] or 0.0 for row in rows_with_value] if any(errors) else None,
             error_kw={"ecolor": INK, "elinewidth": 0.9, "capsize": 1.5},

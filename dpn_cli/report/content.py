@@ -156,7 +156,7 @@ class BarChart(Chart):
     categories: Sequence[str]
     series: Mapping[str, Sequence[float | None]]
     errors: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
-    beside: Mapping[str, str] = field(default_factory=dict)
+    paired_with: Mapping[str, str] = field(default_factory=dict)
     """Series that are drawn in the lighter colour of another one, by their names."""
     differences: bool = False
 

@@ -133,14 +133,14 @@ def _notes(run: RunRecord, damaged: int) -> list[str]:
         notes.append("config.yaml is missing or damaged: the config is not known.")
     if not run.result:
         steps = (run.config or {}).get("schedule", {}).get("steps")
-        at = max((record["step"] for record in run.records), default=0)
-        reached = f", logged up to step {at}" + (f" of {steps}" if steps else "") if at else ""
+        last_step = max((record["step"] for record in run.records), default=0)
+        reached = f", logged up to step {last_step}" + (f" of {steps}" if steps else "") if last_step else ""
         # `dpn reproduce` resumes by itself, without an option.
-        again = "" if "reproduce" in run.facts.get("argv", ())[1:2] else " with --resume"
+        resume_note = "" if "reproduce" in run.facts.get("argv", ())[1:2] else " with --resume"
         damage = "result.json is damaged" if (run.path / "result.json").is_file() else "no result.json"
         notes.append(
             f"UNFINISHED: status {run.status!r}{reached}; {damage}, so the page shows what there is. "
-            f"The command that started the run continues it{again}."
+            f"The command that started the run continues it{resume_note}."
         )
     elif run.facts.get("status") not in (None, "finished"):
         notes.append(f"The run's status is {run.status!r}.")
@@ -152,9 +152,10 @@ def _notes(run: RunRecord, damaged: int) -> list[str]:
     stages = run.result.get("stages", {})
     # The stages of a search have folders, and logs, of their own; those of a distillation are in one.
     steps = None if isinstance(stages, list) else stages.get("all", run.result).get("steps")
-    at = max((record["step"] for record in run.records), default=0)
-    if run.kind not in {"comparison", "sweep"} and steps and at < steps:
-        notes.append(f"metrics.jsonl is missing or damaged: it ends at step {at} of {steps}, and so do the curves.")
+    last_step = max((record["step"] for record in run.records), default=0)
+    if run.kind not in {"comparison", "sweep"} and steps and last_step < steps:
+        end = f"step {last_step} of {steps}"
+        notes.append(f"metrics.jsonl is missing or damaged: it ends at {end}, and so do the curves.")
     if lost := sum(record.get("lost_records", 0) for record in run.records):
         notes.append(f"metrics.jsonl: {lost} records were lost before, and the curves lack them.")
     return notes

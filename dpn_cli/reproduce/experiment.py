@@ -112,12 +112,12 @@ class Drawing:
     """A page about trainings in a folder of its own: by ``dpn report``, or by ``dpn inspect`` about networks."""
 
     name: str
-    by: Literal["report", "inspect"]
+    page_kind: Literal["report", "inspect"]
     trials: tuple[PaperTrial, ...]
 
     def ready(self, locations: Locations) -> list[PaperTrial]:
         """Return the trials that can be shown: those with a result, and networks that are here."""
-        available = locations.weights if self.by == "inspect" else {}
+        available = locations.weights if self.page_kind == "inspect" else {}
         return [trial for trial in self.trials if trial.group in available or locations.is_finished(trial)]
 
 
@@ -156,12 +156,12 @@ class Experiment:
         for number in self.numbers:
             yield from (*number.trials, *number.minus)
         for drawing in self.drawings:
-            if drawing.by == "report":
+            if drawing.page_kind == "report":
                 yield from drawing.trials
 
     def _inspected(self) -> Iterator[PaperTrial]:
         for drawing in self.drawings:
-            if drawing.by == "inspect":
+            if drawing.page_kind == "inspect":
                 yield from drawing.trials
 
 

@@ -44,7 +44,7 @@ COMMANDS: dict[str, tuple[str, tuple[Kind, ...]]] = {
     "dpn eval fewshot": ("probe", ("classifier", "network")),
     "dpn distill": ("distil", ("classifier", "network")),
     "dpn lit train": ("frozen tower", ("classifier", "network")),
-    "dpn inspect": ("look into", ("classifier", "segmenter", "network")),
+    "dpn inspect": ("inspect", ("classifier", "segmenter", "network")),
     "dpn checkpoint fold": ("fold", ("classifier", "network")),
     "dpn checkpoint retrofit": ("retrofit", ("classifier", "network")),
     "--checkpoint": ("start", ("classifier", "segmenter", "network")),
@@ -117,16 +117,16 @@ def _check(place: str, kind: Kind, command: str, *, run: bool) -> None:
     purpose, takes = COMMANDS[command]
     if kind in takes:
         return
-    what = f"{place} is {NAMES[kind][0 if run else 1]}"
+    source_text = f"{place} is {NAMES[kind][0 if run else 1]}"
     if kind == "sweep":
-        raise DataError(f"{what}: it keeps scores and no network for '{command}'; they are in its result.json")
+        raise DataError(f"{source_text}: it keeps scores and no network for '{command}'; they are in its result.json")
     if kind == "comparison":
-        raise DataError(f"{what}: each of them has a folder below it, such as NETWORK/seed0; name one of those")
+        raise DataError(f"{source_text}: each of them has a folder below it, such as NETWORK/seed0; name one of those")
     if kind == "network":
         needed = takes[0]
         raise DataError(f"{place} is not {NAMES[needed][1]}; {MAKERS[needed].format(place=place)}")
     takers = {name: use for name, (use, kinds) in COMMANDS.items() if kind in kinds and name.startswith("dpn")}
     same = [name for name, use in takers.items() if use == purpose]
     if same:
-        raise DataError(f"{what}; use '{same[0]}'")
-    raise DataError(f"{what}, which '{command}' does not take; commands for it: {', '.join(takers)}")
+        raise DataError(f"{source_text}; use '{same[0]}'")
+    raise DataError(f"{source_text}, which '{command}' does not take; commands for it: {', '.join(takers)}")

@@ -1,7 +1,7 @@
 """The part of a GPU that this process has, where several trainings run on one.
 
 What starts them says so in the environment: ``DPN_GPU_SHARE=4`` is one of four equal parts. ``DPN_GPU_SHARE=8:FILE`` is
-the whole GPU until the training has been measured, then one of as many parts as fit, at most 8; FILE is told.
+the whole GPU until the training has been measured, then one of as many parts as fit, at most 8; FILE receives the number.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dpn_cli.run.process import SHARE
 
 # Share of a GPU's memory that is left free.
 SPARE = 0.1
-# Bytes that a process has on a GPU besides what PyTorch's allocator reserves: CUDA's context and its loaded kernels.
+# Bytes of a process on a GPU outside PyTorch's allocator: CUDA's context and its loaded kernels.
 CONTEXT = 800_000_000
 # Steps after which a training is measured: the optimizer has its state after the first one.
 MEASURED_STEPS = 3

@@ -257,18 +257,18 @@ class MetricsLog:
         """
 
         def stays(record: dict[str, Any]) -> bool:
-            at = record.get("step", 0)
-            return bool(at < step or (at == step and (evaluated or "lr" in record)))
+            step = record.get("step", 0)
+            return bool(step < step or (step == step and (evaluated or "lr" in record)))
 
         if not self.path.is_file():
             return
-        self.counted, kept = 0, list[str]()
+        self.counted, complete_lines = 0, list[str]()
         text = self.path.read_text(encoding="utf-8", errors="replace")
         for line in text.splitlines():
             if (record := record_of(line)) is not None and stays(record):
                 self.counted += record.get(LOST_RECORDS, 1)
-                kept.append(f"{line}\n")
-        if (rest := "".join(kept)) != text:
+                complete_lines.append(f"{line}\n")
+        if (rest := "".join(complete_lines)) != text:
             replace_text(self.path, rest)
 
 

@@ -39,7 +39,7 @@ def _raise_offline(request: object) -> None:
     """Raise the client's error for HF_HUB_OFFLINE."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
-    raise OfflineModeIsEnabled("the hub did not answer")
+    raise OfflineModeIsEnabled("the hub did not respond")
 
 
 def fetch_if_exists(repo: str, filename: str) -> str | None:

@@ -89,11 +89,11 @@ def convert_network(model: Backbone, config: ViTConfig, seed: int = 0) -> Backbo
     report = LoadReport(model.report.source, model.report.format, model.report.digest, network=str(config))
     other = Backbone(config, model.mean, model.std, report)
     other.initialize(seed)
-    own, given = other.state_dict(), model.state_dict()
-    taken = {name: value for name, value in given.items() if name in own and own[name].shape == value.shape}
-    other.load_state_dict({**own, **taken})
-    report.new += [name for name in own if name not in taken]
-    report.dropped += [name for name in given if name not in taken]
+    own, state = other.state_dict(), model.state_dict()
+    copied = {name: value for name, value in state.items() if name in own and own[name].shape == value.shape}
+    other.load_state_dict({**own, **copied})
+    report.new += [name for name in own if name not in copied]
+    report.dropped += [name for name in state if name not in copied]
     report.parameters = sum(parameter.numel() for parameter in other.parameters())
     other.eval()
     return other
@@ -137,10 +137,10 @@ def _tokens(model: Backbone, pixels: Tensor, *, with_positions: bool) -> Tensor:
 
 def _split(images: Batches, held_out: bool) -> Iterator[Tensor]:
     """Yield the images of one side: every fourth is held out."""
-    seen = 0
+    count = 0
     for batch in images():
-        index = torch.arange(seen, seen + len(batch))
-        seen += len(batch)
+        index = torch.arange(count, count + len(batch))
+        count += len(batch)
         chosen = batch[(index % HELD_OUT == HELD_OUT - 1) == held_out]
         if len(chosen):
             yield chosen
@@ -199,9 +199,9 @@ def _explained_variance(plain: Backbone, other: Backbone, images: Batches) -> fl
     with_positions = _norm_of_positions(other)
     count, wrong, total, squares = 0, 0.0, torch.zeros(plain.embed_dim, dtype=torch.float64), 0.0
     for pixels in _split(images, held_out=True):
-        tokens, given = (_tokens(model, pixels, with_positions=with_positions) for model in (plain, other))
+        tokens, fitted = (_tokens(model, pixels, with_positions=with_positions) for model in (plain, other))
         count += len(tokens)
-        wrong += float(((given - tokens) ** 2).sum())
+        wrong += float(((fitted - tokens) ** 2).sum())
         squares += float((tokens**2).sum())
         total += tokens.sum(0)
     if count == 0:

@@ -47,14 +47,14 @@ def read_predictions(path: Path, names: Container[str]) -> list[ClassScores]:
         lines = csv.DictReader(file)
         try:
             for line in lines:
-                told = ClassScores(
+                class_scores = ClassScores(
                     int(line["row"]), line["image"], line["true"], line["predicted"], float(line["confidence"])
                 )
-                if not 0 <= told.confidence <= 1:
-                    raise ValueError(f"confidence {told.confidence}")
-                if unknown := [name for name in (told.true, told.predicted) if name not in names]:
+                if not 0 <= class_scores.confidence <= 1:
+                    raise ValueError(f"confidence {class_scores.confidence}")
+                if unknown := [name for name in (class_scores.true, class_scores.predicted) if name not in names]:
                     raise ValueError(f"class {unknown[0]!r}, which per_class.csv lacks")
-                predictions.append(told)
+                predictions.append(class_scores)
         except (ValueError, KeyError, TypeError, csv.Error) as error:
             raise DataError(
                 f"{path}, line {lines.line_num}: damaged ({type(error).__name__}: {error}); {ADVICE}"

@@ -116,7 +116,7 @@ def classifier_of(source: Checkpoint, image_size: Size | None = None) -> Classif
             described["loss"],
             side,
             described["facts"],
-            described.get("decoder", "pillow"),  # what made the pixels before files said it
+            described.get("decoder", "pillow"),  # the decoder of files without this entry
         )
     return Classifier(model, imagenet_classes(len(head)), "softmax", resize_for(size), {"classes": "assumed"})
 

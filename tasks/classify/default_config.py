@@ -21,7 +21,7 @@ IMAGENET = re.compile(r"imagenet|ilsvrc|in1k|in-1k|in21k|in-21k", re.IGNORECASE)
 def is_imagenet(place: str) -> bool:
     """Return whether ``--data`` names ImageNet, or part of it, by the data set's name or the names of its classes.
 
-    The classes are looked at where that costs no more than reading a folder. Others, and places that do not exist,
+    The classes are checked where that costs no more than reading a folder. Others, and places that do not exist,
     are judged by their name.
     """
     if place.startswith("hf:"):

@@ -25,7 +25,7 @@ OWN = {
     "train": "the images that the run was trained on",
     "all": "all images of the run: trained on, minival and validation",
 }
-CHANGED = "all images of a data set that has changed since the run: which ones it set apart cannot be told any more"
+CHANGED = "all images of a data set that has changed since the run: its held-out images are no longer known"
 
 
 class ConcatImages(Images):

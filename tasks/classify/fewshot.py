@@ -141,7 +141,7 @@ def check_probe_data(options: ProbeOptions) -> None:
     """Raise `DataError` where the images of the probe at the end of a training are missing or too few."""
     source = _source_of(options)
     if not has_split(source, "val"):
-        raise DataError(NO_TEST.format(f"--fewshot-data {source.place}", "put them beside (train/CLASS, val/CLASS)"))
+        raise DataError(NO_TEST.format(f"--fewshot-data {source.place}", "put them next to (train/CLASS, val/CLASS)"))
     open_splits(options, f"--fewshot-data {options.source}: shots")
 
 

@@ -1,4 +1,4 @@
-"""`dpn finetune highres`, from a settled config to a result."""
+"""`dpn finetune highres`, from a finalized config to a result."""
 
 from __future__ import annotations
 

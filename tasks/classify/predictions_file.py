@@ -100,7 +100,7 @@ def per_class(names: Sequence[str], confusion: Confusion) -> str:
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(["class", "name", "images", "right", "recall", "precision"])
-    rows, columns, right = confusion.true, confusion.taken, confusion.right
+    rows, columns, right = confusion.true, confusion.predicted, confusion.right
     for index, (name, word) in enumerate(zip(names, readable(names), strict=True)):
         recall = f"{100 * right[index] / rows[index]:.2f}" if rows[index] else ""
         precision = f"{100 * right[index] / columns[index]:.2f}" if columns[index] else ""

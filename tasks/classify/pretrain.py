@@ -1,4 +1,4 @@
-"""`dpn pretrain`, from a settled config to a result: one training, or the stages of a sweep."""
+"""`dpn pretrain`, from a finalized config to a result: one training, or the stages of a sweep."""
 
 from __future__ import annotations
 

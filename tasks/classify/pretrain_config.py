@@ -141,7 +141,7 @@ def resolve(
     """Merge the layers of the config `name`; without data it becomes the demo's. What a duration changes goes to `say`.
 
     A shipped config that `config` names is the one that is meant. Without a name or a preset, images that are not
-    ImageNet's get a config of their own, and `say` is told so. Later layers win: shipped config, Appendix C's line of
+    ImageNet's get a config of their own, with a message. Later layers win: shipped config, Appendix C's line of
     the architecture, ``--config``, preset, augmentation level, flags and settings. Raises `DpnError` for an
     architecture without a line, unless the level is given, and for what a sweep's stages decide.
     """
@@ -167,8 +167,8 @@ def resolve(
     shipped = "pretrain_demo" if demo and name == "imagenet" else CONFIGS[name]
     if not demo and not named:
         shipped = choose_config(str(source), config_file, shipped, "pretrain_own", log)
-    told = level is not None or {"mixup", "randaugment"} <= merge(file, command).keys()
-    row = _row_of(arch, told=told, searched=name == "sun397") if shipped in BY_ARCH else {}
+    is_explicit = level is not None or {"mixup", "randaugment"} <= merge(file, command).keys()
+    row = _row_of(arch, is_explicit=is_explicit, searched=name == "sun397") if shipped in BY_ARCH else {}
     plain = merge_layers(
         merge(read_config(shipped), row),
         merge(file, SHORTER[name] if preset else {}, augmentation_keys(_level(level)) if level else {}),
@@ -201,14 +201,15 @@ def _describe_data_location(name: str) -> str:
     if name == "folder":
         return "name a folder of classes with --data"
     folder = DATA.get(name, name)
-    looked = f"neither $DPN_DATA_DIR/{folder} nor ./{folder}"
+    search_paths = f"neither $DPN_DATA_DIR/{folder} nor ./{folder}"
     if name in ARCHIVES:
         return (
-            f"{looked} nor ./{UNPACKED[name][0]} is there; download https://www.cs.toronto.edu/~kriz/{ARCHIVES[name]} "
+            f"{search_paths} nor ./{UNPACKED[name][0]} is there; download "
+            f"https://www.cs.toronto.edu/~kriz/{ARCHIVES[name]} "
             f"and unpack it here, or name a copy with --data (hf:uoft-cs/{name} is the hub's)"
         )
     usual = ", or leave --arch out to train the small demo tower on built-in scenes" if name == "imagenet" else ""
-    return f"{looked} is there; name them with --data{usual}"
+    return f"{search_paths} is there; name them with --data{usual}"
 
 
 def _check_searched(plain: Plain, command: Plain) -> None:
@@ -229,10 +230,10 @@ def _level(level: str) -> Any:
     return level
 
 
-def _row_of(arch: object, *, told: bool, searched: bool) -> Plain:
+def _row_of(arch: object, *, is_explicit: bool, searched: bool) -> Plain:
     """Return the config keys of Appendix C's line for `arch`; of a search, those that it leaves alone.
 
-    Raises `DpnError` for an architecture without a line, unless it is `told` how strongly to augment.
+    Raises `DpnError` for an architecture without a line, unless the augmentation `is_explicit`.
     """
     if not isinstance(arch, str):
         raise DpnError(f"--arch is needed: {', '.join(APPENDIX_C)} have a line in Appendix C; any SIZE/PATCH works")
@@ -242,7 +243,7 @@ def _row_of(arch: object, *, told: bool, searched: bool) -> Plain:
         return {"backbone": {"pre_logits": row.pre_logits if row else True}}
     if row:
         return regularization_keys(row)
-    if not told:
+    if not is_explicit:
         raise DpnError(
             f"--arch {arch}: Appendix C has lines for {', '.join(APPENDIX_C)} only; say how strongly to augment it "
             f"with --augment LEVEL ({', '.join(LEVELS)}), and --dropout and --drop-path where you want them"

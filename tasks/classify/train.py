@@ -161,11 +161,11 @@ def augmentation_of(config: SupervisedConfig, model: Backbone) -> Augmentation:
 
 
 def training_batches(
-    config: SupervisedConfig, model: Backbone, data: ClassData, world: World, **how: Any
+    config: SupervisedConfig, model: Backbone, data: ClassData, world: World, **options: Any
 ) -> engine.Batches:
     """Return the engine's batches of a training; `how` are the loader's arguments."""
-    how["order"] = shard_order(config, data)
-    batches = crop_batches(data.train, augmentation_of(config, model), config.batch_size, config.seed, world, **how)
+    options["order"] = shard_order(config, data)
+    batches = crop_batches(data.train, augmentation_of(config, model), config.batch_size, config.seed, world, **options)
     if config.mixing == "big_vision":
         return batches
     mixup = make_mixup(config.mixup, config.cutmix, config.label_smoothing, len(data.classes))

@@ -134,8 +134,8 @@ class _Part:
             self.stamps, self.contents = [""] * self.shard.count, [""] * self.shard.count
             return np.zeros((self.shard.count, max(1, encoder.views), encoder.width), np.float16)
         self.stamps, self.contents = facts["stamps"], facts["contents"]
-        kept: npt.NDArray[np.float16] = np.load(self.shard.file)
-        return kept
+        features: npt.NDArray[np.float16] = np.load(self.shard.file)
+        return features
 
     def put(self, row: int, features: Tensor | None, content: str, encoder: ImageEncoder) -> None:
         """Store a row's features (views, d), None for an unreadable image; the last row saves the shard."""
@@ -196,8 +196,8 @@ def _encode(data: CaptionedImages, encoder: ImageEncoder, parts: Sequence[_Part]
     owners = [part for part in parts for _ in part.rows]
     pending = [row for part in parts for row in part.rows]
     reader, shown = _Reader(data, encoder.read_size), time.monotonic()
-    how: Json = {"workers": encoder.workers, "skip_bad": encoder.skip_bad}
-    with stream(reader, reader.row, batch, rows=pending, **how) as stretches:
+    options: Json = {"workers": encoder.workers, "skip_bad": encoder.skip_bad}
+    with stream(reader, reader.row, batch, rows=pending, **options) as stretches:
         for begin, stretch in zip(range(0, len(pending), batch), stretches, strict=True):
             signals.check_here()
             encoded = _features(reader, stretch, encoder)

@@ -1,4 +1,4 @@
-"""Captioned images that lie in files of their own: tables, COCO's JSON, folders with a text beside each image."""
+"""Captioned images that lie in files of their own: tables, COCO's JSON, folders with a text next to each image."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dpn_cli.errors import DataError
 from tasks.lit.captions import CAPTION_COLUMNS, CaptionedFiles
 
 FILE_COLUMNS = ("file", "filepath", "file_name", "filename", "image", "path", "image_path")
-# A folder's captions may stand in one of these instead of a .txt beside each image.
+# A folder's captions may stand in one of these instead of a .txt next to each image.
 TABLES = ("captions.csv", "captions.tsv", "captions.json", "metadata.csv")
 
 
@@ -101,7 +101,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _coco_folder(path: Path, root: Path) -> Path:
-    """Return ``val2017`` in or beside `root` for COCO's own ``captions_val2017.json``, where there is such a folder."""
+    """Return ``val2017`` in or next to `root` for COCO's own ``captions_val2017.json``, if it exists."""
     _, prefix, split = path.stem.partition("captions_")
     return next((place / split for place in (root, root.parent) if prefix and (place / split).is_dir()), root)
 
@@ -115,7 +115,7 @@ def splits_in(path: Path) -> set[str]:
 
 
 def read_folder(root: Path, image: str | None, caption: str | None, skip_bad: bool) -> CaptionedFiles:
-    """Read a folder of images with a .txt of the same name beside each, one sentence a line, or with a table.
+    """Read a folder of images with a .txt of the same name next to each, one sentence a line, or with a table.
 
     Raises `DataError` when there is neither.
     """
@@ -137,6 +137,6 @@ def read_folder(root: Path, image: str | None, caption: str | None, skip_bad: bo
         files.add(path.relative_to(root).as_posix(), raw, str(text))
     if not files.captions:
         raise DataError(
-            f"{root}: no images with a .txt of the same name beside them, and none of {', '.join(TABLES)} in it"
+            f"{root}: no images with a .txt of the same name next to them, and none of {', '.join(TABLES)} in it"
         )
     return files

@@ -219,7 +219,7 @@ class ShardCaptions(ShardImages, CaptionedImages):
         self.captions: list[tuple[str, ...]] = []
         super().__init__(pattern, MEMBER_SUFFIXES)
         if not self.captions:
-            raise DataError(f"--data wds:{pattern}: no image with a .txt or .json beside it")
+            raise DataError(f"--data wds:{pattern}: no image with a .txt or .json next to it")
         stamps = [path.version if isinstance(path, RemotePath) else stamp_of(_status(path)) for path in self.paths]
         self.stamps = [stamps[shard] for shard in self.shard]
 
@@ -227,8 +227,8 @@ class ShardCaptions(ShardImages, CaptionedImages):
         """Note an image's sentences."""
         where = f"{path}: {member.name}"
         try:
-            described = json.loads(member.beside.get("json", b"{}")) if "txt" not in member.beside else {}
-            text = member.beside.get("txt", b"").decode("utf-8-sig")
+            described = json.loads(member.sidecars.get("json", b"{}")) if "txt" not in member.sidecars else {}
+            text = member.sidecars.get("txt", b"").decode("utf-8-sig")
         except (ValueError, RecursionError) as error:
             report_error(DataError(f"{where}: its .txt or .json cannot be read ({error})"))
             self.dropped += 1
@@ -251,7 +251,7 @@ class HubCaptions(HubImages, CaptionedImages):
         default_column = next((column for column in CAPTION_COLUMNS if column in self.rows.column_names), None)
         texts = self.rows[self.column(self.rows, caption or default_column, "caption", ())]
         kept_rows: list[int] = []
-        self.kept: Sequence[int] = range(len(texts))
+        self.kept_rows: Sequence[int] = range(len(texts))
         captions: list[tuple[str, ...]] = []
         for row, text in enumerate(texts):
             sentence_list = sentences([text] if isinstance(text, str) else text or (), self.where(row), skip_bad)
@@ -259,7 +259,7 @@ class HubCaptions(HubImages, CaptionedImages):
                 kept_rows.append(row)
                 captions.append(sentence_list)
         self.captions, self.dropped = captions, len(texts) - len(kept_rows)
-        self.rows, self.kept = self.rows.select(kept_rows), kept_rows
+        self.rows, self.kept_rows = self.rows.select(kept_rows), kept_rows
         self.sizes = [self.sizes[row] for row in kept_rows]
         cache_stamps = " ".join(stamp_of(_status(Path(part["filename"]))) for part in self.rows.cache_files)
         files = [self.files[row] for row in kept_rows]
@@ -267,11 +267,11 @@ class HubCaptions(HubImages, CaptionedImages):
 
     def key(self, index: int) -> str:
         """Return the row's number."""
-        return str(self.kept[index])
+        return str(self.kept_rows[index])
 
     def where(self, index: int) -> str:
         """Name the data set and the row."""
-        return f"{self.place}, row {self.kept[index]}"
+        return f"{self.place}, row {self.kept_rows[index]}"
 
 
 class SceneCaptions(SceneSplit, CaptionedImages):

@@ -1,4 +1,4 @@
-"""From a settled config to a result: output folder, ranks, signals, the dry run, and the text of a result."""
+"""From a finalized config to a result: output folder, ranks, signals, the dry run, and the text of a result."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class CaptionData(ImageReading):
         DataPlace | None,
         DATA_SOURCE.but(
             help="Captioned images: a .csv or .tsv (file, caption), COCO's captions .json, a folder with NAME.txt "
-            "beside each image, wds:PATTERN, hf:OWNER/NAME[:CONFIGURATION], or demo.",
+            "next to each image, wds:PATTERN, hf:OWNER/NAME[:CONFIGURATION], or demo.",
             unset="demo",
         ),
     ] = None

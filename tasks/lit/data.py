@@ -98,7 +98,7 @@ def _open(source: CaptionSource, split: str) -> CaptionedImages:
     if not path.is_file():
         raise DataError(
             f"--data {place}: no such file or folder; pass a .csv or .tsv with file and caption, COCO's captions "
-            ".json, a folder of images with .txt beside them, wds:PATTERN, hf:OWNER/NAME, or demo"
+            ".json, a folder of images with .txt next to them, wds:PATTERN, hf:OWNER/NAME, or demo"
         )
     if path.suffix == ".json":
         return read_coco(path, root, KARPATHY[split] if splits_in(path) else None, source.skip_bad)

@@ -83,7 +83,7 @@ def retrieval_scores(
     console: Console,
     keep: Path | None = None,
 ) -> dict[str, Any]:
-    """Return recalls on captioned images, both ways, beside what chance would give.
+    """Return recalls on captioned images, both ways, next to what chance would give.
 
     The leading rank writes what a page shows of them to the folder `keep`.
     """

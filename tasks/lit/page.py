@@ -71,7 +71,7 @@ def _retrieval(result: Json, retrieval: Json, prefix: str) -> PageSection:
         note=_temperature(result),
         name="retrieval",
     )
-    chart = LineChart(f"{prefix}recall", "Recall at k", "k, captions or images looked at", "recall in %", series)
+    chart = LineChart(f"{prefix}recall", "Recall at k", "k retrieved captions or images", "recall in %", series)
     return PageSection("Retrieval", [table, chart])
 
 

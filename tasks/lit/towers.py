@@ -146,7 +146,7 @@ def _build(description: dict[str, Any], tensors: dict[str, Tensor], place: str) 
     )
     tower.load_state_dict(_under("text.", tensors))
     backbone = load_backbone(checkpoint=source, stem=None, image_size=tuple(image["image_size"]))
-    decoder = description.get("decoder", "pillow")  # what made the pixels before files said it
+    decoder = description.get("decoder", "pillow")  # the decoder of files without this entry
     return Towers(backbone, tower, tokenizer, description["loss"], description["facts"], decoder)
 
 

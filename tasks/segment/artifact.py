@@ -85,7 +85,7 @@ def load_segmenter(place: str, command: str = "dpn segment predict") -> Segmente
     return Segmenter(
         LinearSegmenter(vit, final_norm=description["final_norm"]).eval(),
         tuple(Class(entry["name"], tuple(entry["color"])) for entry in description["classes"]),
-        MaskData.model_validate({"decode": "pillow", **description["data"]}),  # Pillow decoded before files said it
+        MaskData.model_validate({"decode": "pillow", **description["data"]}),  # the decoder of files without this entry
         Evaluation.model_validate(description["evaluation"]),
         description["facts"],
     )

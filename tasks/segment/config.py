@@ -128,7 +128,7 @@ class Augment(Section):
 class Evaluation(Section):
     """The steps from an image to a label map.
 
-    With the size ``both``, the score at the images' own size is the result, and that after resizing stands beside it.
+    With the size ``both``, the score at the images' own size is the result, and that after resizing stands next to it.
     It becomes ``native`` with several scales or flips, where the other size takes more than one pass over the images.
     """
 
@@ -149,7 +149,7 @@ class Evaluation(Section):
         return evaluation
 
     @property
-    def beside(self) -> Evaluation | None:
+    def second_size(self) -> Evaluation | None:
         """The evaluation whose score is reported next to the result; None without one."""
         return self.model_copy(update={"size": "resize"}) if self.size == "both" else None
 
@@ -182,7 +182,7 @@ def resolve(
 ) -> Plain:
     """Merge the layers over the command's `config` (``ade20k`` or ``segment``); without data it becomes the demo's.
 
-    Steps that are given replace epochs; what they change beside goes to `say`.
+    Steps that are given replace epochs; what they change next to goes to `say`.
     Raises `DpnError` as `merge_layers` does, and when a folder's command has no data.
     """
     file, command = read_config(config_file) if config_file else {}, merge(flags, settings)

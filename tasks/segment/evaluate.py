@@ -50,7 +50,7 @@ def evaluate(options: SegmentEvalOptions, console: Console) -> dict[str, Any] | 
         evaluation = evaluation_of(options, segmenter.evaluation)
         console.info(f"{len(pairs)} images of {len(segmenter.classes)} classes")
         segmenter.network.to(world.device)
-        passes = 2 if evaluation.beside else 1
+        passes = 2 if evaluation.second_size else 1
         with console.counting("segment eval", passes * world.share(len(pairs))) as on_progress:
             scores, result = score_sizes(segmenter, pairs, evaluation, runtime, world, on_progress)
         result = {
@@ -97,8 +97,8 @@ def score_sizes(
     """Score a split at the size, or both sizes, of `evaluation`; returns the scores and their part of a result."""
     scores = score_once(segmenter, pairs, evaluation, runtime, world, on_progress)
     result = scores.to_dict()
-    if evaluation.beside:
-        resized = score_once(segmenter, pairs, evaluation.beside, runtime, world, on_progress).to_dict()
+    if evaluation.second_size:
+        resized = score_once(segmenter, pairs, evaluation.second_size, runtime, world, on_progress).to_dict()
         result["resized"] = {key: resized[key] for key in ("miou", "pixel_accuracy", "mean_accuracy")}
     return scores, {**result, "evaluation": evaluation.model_dump(mode="json")}
 

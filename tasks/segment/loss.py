@@ -33,7 +33,7 @@ def segmentation_loss(logits: Tensor, batch: Batch) -> Tensor:
 class UpsampledCrossEntropy(torch.autograd.Function):
     """``F.cross_entropy(F.interpolate(logits, label's size, mode="bilinear"), label, reduction="sum")``.
 
-    The gradient is made beside the value, so that a strip of upsampled logits is never needed again: of 150 classes at
+    The gradient is made next to the value, so that a strip of upsampled logits is never needed again: of 150 classes at
     512 x 512, torch's own keeps 150 MiB an image, several times over.
     """
 

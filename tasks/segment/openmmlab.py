@@ -1,7 +1,7 @@
 """Our networks in mmsegmentation: a backbone and the linear head for its configurations, and the way from a run.
 
 mmsegmentation imports this module by ``custom_imports``; nothing else does. It comes with the extra ``mmseg``, or as
-OpenMMLab's own packages with compiled operators. `openmmlab_ade20k.py` beside it is a whole configuration.
+OpenMMLab's own packages with compiled operators. `openmmlab_ade20k.py` next to it is a whole configuration.
 """
 
 from __future__ import annotations

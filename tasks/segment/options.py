@@ -42,7 +42,7 @@ class SegmentEvalOptions(EvaluationOptions):
         flag(
             "--size",
             help="native: the images' own size, enlarged to a window; resize: within the caps of the run's data.scale; "
-            "both: native, with resize beside it unless there are many scales.",
+            "both: native, with resize next to it unless there are many scales.",
             panel=DATA,
             unset="the run's",
         ),

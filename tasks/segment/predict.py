@@ -65,7 +65,7 @@ def predict(options: SegmentPredictOptions, console: Console) -> Predictions:
         _check_outputs(paths, [options.output_dir / name for name in names])
         segmenter.network.to(world.device)
         # Photographs have any size: where a run is scored at two, that of its training suits them.
-        plan = segmenter.plan(segmenter.evaluation.beside)
+        plan = segmenter.plan(segmenter.evaluation.second_size)
         plan = replace(plan, batch_size=options.batch_size or plan.batch_size)
         reading = ReadOptions(options.reading.decode or segmenter.data.decode, options.reading.max_pixels, shrink=False)
         batches = predictions.read(

@@ -242,8 +242,8 @@ def new_segmenter(
     """Load the config's network, report it, and warn of crops that show too little."""
     network = load_network(config, len(data.classes))
     console.info(describe_start(network.vit.report, saved))
-    how = augmentation_of(config, network.vit.config.image_size)
-    if world.leads and (warning := check_crops(data.train, how)):
+    augmentation = augmentation_of(config, network.vit.config.image_size)
+    if world.leads and (warning := check_crops(data.train, augmentation)):
         console.warn(warning)
     return Segmenter(network, data.classes, config.data, config.evaluation, {})
 

@@ -24,7 +24,7 @@ from tasks.vtab.trials import VtabTrial
 def dry_run_sweep(run: Run[VtabConfig], network: str, data: Mapping[Task, TaskData]) -> Cost:
     """Measure a training on the task with the most classes in a dry run, and return the cost of the whole sweep.
 
-    The test split is neither read nor scored: a dry run must not look at it. Raises as `dry_run_fit` does.
+    The test split is neither read nor scored: a dry run must not use it. Raises as `dry_run_fit` does.
     """
     config, world, console = run.config, run.world, run.console
     task = max(data, key=lambda task: task.classes)

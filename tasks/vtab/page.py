@@ -220,7 +220,8 @@ def _ledger(run: RunRecord) -> list[Part]:
     if damaged:
         parts.append(
             TextBlock(
-                f"ledger.jsonl: {damaged} damaged line(s), so looks at the test split may be missing.", warning=True
+                f"ledger.jsonl: {damaged} damaged line(s); test evaluations may be missing.",
+                warning=True,
             )
         )
     if not rows:
@@ -234,9 +235,9 @@ def _ledger(run: RunRecord) -> list[Part]:
             cells["accuracy"] = "begun"
         table.append([cells.get(key) for key in keys])
     columns = ("time", "network", "task", "lr", "seed", "trained on", "test images", "accuracy in %")
-    looks = sum(row.get("accuracy") is not None for row in rows)
+    evaluations = sum(row.get("accuracy") is not None for row in rows)
     return [
         *parts,
-        TextBlock(f"{looks} scorings of the test split, each with a line when it began and one with its result."),
-        Table("Every look at the test split", columns, table, folded=True),
+        TextBlock(f"{evaluations} scorings of the test split, each with a line when it began and one with its result."),
+        Table("Every evaluation on the test split", columns, table, folded=True),
     ]

@@ -116,7 +116,7 @@ def test_a_class_of_one_image_stays_in_training(tmp_path: Path) -> None:
         ("rename", "only in training: class1; only in validation: other"),
         ("empty", "class0: a class without images"),
         ("none", "no class folders"),
-        ("no val", "no validation images; put them beside"),
+        ("no val", "no validation images; put them next to"),
     ],
 )
 def test_folders_that_do_not_fit_are_refused(spoil: str, message: str, tmp_path: Path) -> None:

@@ -311,4 +311,4 @@ def test_a_device_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         (each.name, each.level, each.found)
         for each in subprocess_check.SubprocessCheck(multiprocessing.current_process(), ours, tmp_path).findings([])
     ]
-    assert found == [("torch", "ok", "2"), ("GPU", "problem", "no answer in 0 s")]
+    assert found == [("torch", "ok", "2"), ("GPU", "problem", "no response in 0 s")]

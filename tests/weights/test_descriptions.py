@@ -113,7 +113,7 @@ def test_a_timm_folder_states_facts_that_its_tensors_do_not(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"global_pool": "map"}, "pooling 'map' over 1 tokens beside the patches"),
+        ({"global_pool": "map"}, "pooling 'map' over 1 tokens next to the patches"),
         ({"global_pool": "max", "class_token": False}, "pooling 'max' over 0 tokens"),
         ({"reg_tokens": 4}, "pooling 'token' over 5 tokens"),
         ({"architecture": "test_vit4"}, "the norm RmsNorm in its blocks"),
@@ -173,7 +173,7 @@ def test_a_bare_file_with_timms_names_is_assumed_to_be_timms(tmp_path: Path) -> 
     source = read_file(tmp_path / "bare.pth")
     assert (source.placement, source.eps, source.pool, source.mean) == ("subln", 1e-5, "gap", IMAGENET_MEAN)
     assert "BEiT-3" in source.assumed["mean"]
-    assert "beside a class token" in source.assumed["pool"]
+    assert "next to a class token" in source.assumed["pool"]
     source.heads = 3
     with pytest.raises(DpnError, match="has no class token that it pools by; use pool=gap$"):
         load_backbone(checkpoint=source, pool="tok")

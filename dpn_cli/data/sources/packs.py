@@ -1,6 +1,6 @@
 """Packed data sets: a folder of webdataset shards, written once, with an index and a digest of each.
 
-``manifest.json`` says what was packed and lists the shards; ``SPLIT/000000.tar`` holds images with a ``.cls`` beside
+``manifest.json`` says what was packed and lists the shards; ``SPLIT/000000.tar`` holds images with a ``.cls`` next to
 each, shuffled by the images' names; ``SPLIT/000000.npz`` says where in it each image lies.
 """
 
@@ -71,9 +71,9 @@ class PackedImages(Images):
         manifest = read_manifest(root)
         if split not in manifest["splits"]:
             raise DataError(f"--data {root}: a pack of {', '.join(manifest['splits'])}, without {split}")
-        again = f"pack the data into {root} again: intact shards are kept"
+        advice = f"pack the data into {root} again: intact shards are kept"
         if not manifest["complete"]:
-            raise DataError(f"--data {root}: the packing has not finished; {again}")
+            raise DataError(f"--data {root}: the packing has not finished; {advice}")
         shards: dict[str, Json] = manifest["splits"][split]
         self.classes: tuple[str, ...] = tuple(manifest["classes"])
         self.paths = [
@@ -91,13 +91,13 @@ class PackedImages(Images):
                 size = path.stat().st_size if path.is_file() else None
                 if size != entry["bytes"]:
                     damage = "missing" if size is None else f"{size} bytes instead of {entry['bytes']}"
-                    raise DataError(f"{path}: a damaged pack ({damage}); {again}")
+                    raise DataError(f"{path}: a damaged pack ({damage}); {advice}")
             try:
                 with listed.open("rb") as file, np.load(file, allow_pickle=False) as index:
                     for name, arrays in parts.items():
                         arrays.append(np.full(entry["images"], number) if name == "shard" else index[name])
             except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-                raise DataError(f"{listed}: a damaged pack ({error}); {again}") from error
+                raise DataError(f"{listed}: a damaged pack ({error}); {advice}") from error
         joined: dict[str, Any] = {name: np.concatenate(arrays) for name, arrays in parts.items()}
         self.labels: Sequence[int] = pack_integers(joined["labels"])
         self.sizes: Sequence[int] = pack_integers(joined["sizes"])

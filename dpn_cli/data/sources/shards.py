@@ -29,7 +29,7 @@ from dpn_cli.data.sources.base import Images, Shard, ShardIndex, number_classes
 from dpn_cli.errors import DataError
 from dpn_cli.run.files import read_named, read_object, replace_text
 
-# Most bytes of a label or a caption beside an image.
+# Most bytes of a label or a caption next to an image.
 MAX_TEXT_BYTES = 2**20
 
 
@@ -86,13 +86,13 @@ class ShardMember:
     name: str
     offset: int
     size: int
-    beside: dict[str, bytes]
+    sidecars: dict[str, bytes]
 
 
 class ShardImages(Images):
     """The images of uncompressed tar files, read in any order; an index of the files is made once.
 
-    `take` receives the files beside each image. Raises `DataError` for a shard that is not a tar file.
+    `take` receives the files next to each image. Raises `DataError` for a shard that is not a tar file.
     """
 
     def __init__(self, pattern: str, endings: tuple[str, ...]) -> None:
@@ -137,7 +137,7 @@ class ShardImages(Images):
 class LabelledShardImages(ShardImages):
     """The images of uncompressed tar files, each with a ``.cls`` (a class number) of the same name.
 
-    Class names are those in a ``classnames.txt`` beside the shards, else the numbers. Raises `DataError` for a shard
+    Class names are those in a ``classnames.txt`` next to the shards, else the numbers. Raises `DataError` for a shard
     that is not a tar file, an image without a label, or a label that is not a number.
     """
 
@@ -147,21 +147,21 @@ class LabelledShardImages(ShardImages):
         self._append = labels.append
         super().__init__(pattern, ("cls",))
         if not labels:
-            raise DataError(f"--data wds:{pattern}: no image with a .cls beside it")
+            raise DataError(f"--data wds:{pattern}: no image with a .cls next to it")
         names = self.paths[0].parent / "classnames.txt"
-        content = _read_beside(names)
+        content = _read_sidecar(names)
         if content is None:
             self.classes = number_classes(self, f"wds:{pattern}")
             return
         self.classes = tuple(content.decode("utf-8", "surrogateescape").splitlines())
         if len(self.classes) <= max(labels):
-            said = f"{len(self.classes)} names, and the shards have the classes 0 to {max(labels)}"
-            report_error(DataError(f"{names}: {said}"))
+            problem = f"{len(self.classes)} names, and the shards have the classes 0 to {max(labels)}"
+            report_error(DataError(f"{names}: {problem}"))
 
     def take(self, path: Shard, member: ShardMember) -> bool:
         """Note an image's class."""
         try:
-            label = int(member.beside.get("cls", b"-1"))
+            label = int(member.sidecars.get("cls", b"-1"))
         except ValueError as error:
             report_error(DataError(f"{path}: {member.name}: its .cls is not a number ({error})"))
             return False
@@ -173,8 +173,8 @@ class LabelledShardImages(ShardImages):
         return True
 
 
-def _read_beside(path: Shard) -> bytes | None:
-    """Return the content of a file beside shards; None where there is none."""
+def _read_sidecar(path: Shard) -> bytes | None:
+    """Return the content of a file next to shards; None where there is none."""
     if isinstance(path, RemotePath):
         with contextlib.suppress(remote.MissingError):
             return path.read_bytes()
@@ -196,29 +196,29 @@ def _index_remote_shard(path: RemotePath, endings: tuple[str, ...]) -> tuple[Rem
 
     The list is kept in the cache, so that a shard is not fetched again for what is in it.
     """
-    kept = path.cached.with_name(f"{path.cached.stem}-{'-'.join(endings)}.json")
-    if (known := read_object(kept)) is None:
+    saved_index = path.cached.with_name(f"{path.cached.stem}-{'-'.join(endings)}.json")
+    if (known := read_object(saved_index)) is None:
         with path.open() as file:
             digest, size = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
         images = [
-            [one.name, one.offset, one.size, {ending: text.decode("latin-1") for ending, text in one.beside.items()}]
+            [one.name, one.offset, one.size, {ending: text.decode("latin-1") for ending, text in one.sidecars.items()}]
             for one in iter_images(path, endings)
         ]
         known = {"sha256": digest, "size": size, "images": images}
-        replace_text(kept, json.dumps(known))
-        remote.make_room(kept)
-    remote.mark_used(kept)
+        replace_text(saved_index, json.dumps(known))
+        remote.make_room(saved_index)
+    remote.mark_used(saved_index)
     found = (
-        ShardMember(name, offset, size, {ending: text.encode("latin-1") for ending, text in beside.items()})
-        for name, offset, size, beside in known["images"]
+        ShardMember(name, offset, size, {ending: text.encode("latin-1") for ending, text in sidecars.items()})
+        for name, offset, size, sidecars in known["images"]
     )
     return replace(path, sha256=known["sha256"], size=known.get("size")), list(found)
 
 
 def iter_images(path: Shard, endings: tuple[str, ...]) -> Iterator[ShardMember]:
-    """Yield every image of a shard in its order, with the files beside it that have one of the endings."""
+    """Yield every image of a shard in its order, with the files next to it that have one of the endings."""
     images: dict[str, tuple[str, int, int]] = {}
-    beside: dict[str, dict[str, bytes]] = {}
+    sidecars: dict[str, dict[str, bytes]] = {}
     try:
         with path.open("rb") as opened, tarfile.open(fileobj=opened, mode="r:") as archive:
             for member in archive:
@@ -231,13 +231,13 @@ def iter_images(path: Shard, endings: tuple[str, ...]) -> Iterator[ShardMember]:
                 elif ending in endings and (file := archive.extractfile(member)):
                     if member.size > MAX_TEXT_BYTES:
                         raise ValueError(f"{member.name} has {member.size} bytes, too many for a label or a caption")
-                    beside.setdefault(key, {})[ending] = file.read()
+                    sidecars.setdefault(key, {})[ending] = file.read()
     except (tarfile.TarError, OSError, ValueError) as error:
         raise DataError(
             f"{path}: not an uncompressed tar file of images ({' '.join(str(error).split())[:120]})"
         ) from error
     for key, (name, offset, size) in images.items():
-        yield ShardMember(name, offset, size, beside.get(key, {}))
+        yield ShardMember(name, offset, size, sidecars.get(key, {}))
 
 
 class UnlabelledShardImages(ShardImages):

@@ -274,6 +274,6 @@ class SceneSplit(Images):
 
 @cache
 def _scene_pixels(number: int) -> Pixels:
-    # All demo tasks look at the same scenes: 12 kB each, drawn once per process.
+    # All demo tasks use the same scenes: 12 kB each, drawn once per process.
     image, _ = render(demo_scene(number))
     return image

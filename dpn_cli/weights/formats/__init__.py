@@ -114,10 +114,10 @@ def _only_format(contents: Contents) -> Format:
         raise DataError(f"it has the names of {both}; keep one network in a file")
     if known := reason_against(names):
         raise DataError(f"not read. It looks like {known}")
-    seen = ", ".join(sorted(names)[:6]) or "nothing"
+    first_names = ", ".join(sorted(names)[:6]) or "nothing"
     raise DataError(
         f"not a format that dpn reads; it holds {len(names)} tensors "
-        f"({seen}{', ...' if len(names) > 6 else ''}). Known: dpn, {', '.join(known.name for known in FORMATS)}"
+        f"({first_names}{', ...' if len(names) > 6 else ''}). Known: dpn, {', '.join(known.name for known in FORMATS)}"
     )
 
 

@@ -66,7 +66,7 @@ def weights_in(folder: Path) -> Path:
 
 
 def read_contents(path: Path) -> Contents:
-    """Read all tensors of a file, and the descriptions that its library saves beside it."""
+    """Read all tensors of a file, and the descriptions that its library saves next to it."""
     contents = _reader_of(path)(path)
     for name, value in contents.tensors.items():
         if value.is_complex():
@@ -84,9 +84,9 @@ def _reader_of(path: Path) -> Callable[[Path], Contents]:
         start = file.read(9)
     if start[8:9] == b"{":  # after the length of the header, its JSON
         return _read_safetensors
-    for magic, what in _OTHERS.items():
+    for magic, content_kind in _OTHERS.items():
         if start.lstrip().startswith(magic):
-            raise DataError(f"{what}, not a file of plain tensors")
+            raise DataError(f"{content_kind}, not a file of plain tensors")
     if start.startswith(b"PK"):
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
@@ -105,10 +105,10 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DataError(
-            f"{path.name} beside it is not JSON ({error}); mend it, or pass a copy of the weights alone"
+            f"{path.name} next to it is not JSON ({error}); mend it, or pass a copy of the weights alone"
         ) from error
     if not isinstance(content, dict):
-        raise DataError(f"{path.name} beside it holds a {type(content).__name__}, not an object")
+        raise DataError(f"{path.name} next to it holds a {type(content).__name__}, not an object")
     return content
 
 
@@ -185,7 +185,7 @@ def _state_dict(content: Any) -> tuple[dict[str, Any], list[str]]:
 
 
 def _load_plain(path: Path) -> Any:
-    """Let PyTorch read a file of tensors and plain values; timm and others store their arguments' Namespace beside."""
+    """Let PyTorch read a file of tensors and plain values; timm and others store their arguments' Namespace next to."""
     try:
         with (
             warnings.catch_warnings(action="ignore"),  # about the pickle protocol of files that are refused anyway
@@ -194,7 +194,7 @@ def _load_plain(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         match = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"Python objects ({match[1]})" if match else "something else"
+        content_kind = f"Python objects ({match[1]})" if match else "something else"
         raise DataError(
-            f"holds {what}, so it is not a file of plain tensors and is not opened; save the state dict alone"
+            f"holds {content_kind}, so it is not a file of plain tensors and is not opened; save the state dict alone"
         ) from error

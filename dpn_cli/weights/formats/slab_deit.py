@@ -78,5 +78,5 @@ def _progress(norm: str, counters: State) -> torch.Tensor:
     left, total, warm = (counters.get(f"{norm}.{name}") for name in ("iter", "total_step", "warm"))
     if left is None or total is None:
         return torch.tensor(1.0)
-    begun = warm is None or not warm > 0
-    return (1 - left / total).float() if begun else torch.tensor(0.0)
+    has_started = warm is None or not warm > 0
+    return (1 - left / total).float() if has_started else torch.tensor(0.0)

@@ -33,7 +33,7 @@ WRAPPERS = ("module.", "_orig_mod.", "model.")
 
 @dataclass
 class Contents:
-    """A weight file as it lies on the disk: its tensors, and the descriptions in it and beside it."""
+    """A weight file as it lies on the disk: its tensors, and the descriptions in it and next to it."""
 
     tensors: State
     metadata: dict[str, str] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Checkpoint:
     """A weight file in our layout, with what its format fixes about the network.
 
     `mean` and `std` are those of the inputs it was trained with, on pixels in [0, 1]. `heads`, `grid` and `pool` are
-    None where the file does not say; a class token beside ``pool="gap"`` is left out of the mean. `class_slot` tells
+    None where the file does not say; a class token next to ``pool="gap"`` is left out of the mean. `class_slot` tells
     whether the position embedding has an entry for the class token, before `split_positions`; None where the format
     allows both. `renamed` maps names of the file to ours, `dropped` lists tensors outside the image tower, `added`
     those that the format lacks and ours has, with the value that leaves the function as it is. `assumed` holds, by

@@ -32,7 +32,7 @@ from dpn_cli.weights.formats.state_dict import (
 KEY = "timm"
 
 _ACTS: dict[str, Act] = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu"}
-# By what timm pools, and how many tokens stand beside those of the patches.
+# By what timm pools, and how many tokens stand next to those of the patches.
 _POOLS = {("token", 1): "tok", ("avg", 0): "gap", ("avg", 1): "gap", ("map", 0): "map"}
 # NaFlexViT's embedding, as classic names. Its position embedding covers patches only.
 _NAFLEX = (
@@ -55,7 +55,7 @@ def matches_naflex(names: Collection[str]) -> bool:
 
 
 def read(contents: Contents) -> Checkpoint:
-    """Read a VisionTransformer's state dict; a `config.json` beside it says what the tensors do not."""
+    """Read a VisionTransformer's state dict; a `config.json` next to it says what the tensors do not."""
     state, renamed = rename(contents.tensors)
     if not contents.config and KEY not in contents.metadata and dtn_vit.is_baseline(state):
         return dtn_vit.read_baseline(contents)
@@ -127,7 +127,7 @@ def _assume(checkpoint: Checkpoint) -> None:
     assumed["act"] = "erf GELU, in pre-norm blocks"
     if "cls_token" in state and "fc_norm.weight" in state:
         checkpoint.pool = "gap"
-        assumed["pool"] = "pool=gap over the patches, beside a class token (its final norm follows the pooling)"
+        assumed["pool"] = "pool=gap over the patches, next to a class token (its final norm follows the pooling)"
     elif "cls_token" in state:
         assumed["pool"] = "pool=tok"
     if checkpoint.format != "timm":
@@ -184,16 +184,16 @@ def apply_facts(checkpoint: Checkpoint, model: Any) -> None:
         f"the norm {type(block.norm1).__name__} in its blocks": not isinstance(block.norm1, nn.LayerNorm),
         "a norm inside its attention or its MLP alone": any(norms_inside) and not all(norms_inside),
         "norms inside its attention and MLP and after them": after and any(norms_inside),
-        f"pooling {model.global_pool!r} over {model.num_prefix_tokens} tokens beside the patches": pool is None
+        f"pooling {model.global_pool!r} over {model.num_prefix_tokens} tokens next to the patches": pool is None
         or model.pool_include_prefix,
         "another number of heads in its pooling": model.attn_pool is not None and model.attn_pool.num_heads != heads,
         "rotary positions": getattr(model, "rope", None) is not None,
         "patches with the channel first": kind is NaFlexVit and not model.embeds.channels_last,
         "patches that are not square": kind is NaFlexVit and len(set(model.embeds.patch_size)) > 1,
     }
-    for what, holds in unlike.items():
+    for feature, holds in unlike.items():
         if holds:
-            raise DataError(f"its model has {what}; dpn's has not")
+            raise DataError(f"its model has {feature}; dpn's has not")
     checkpoint.act, checkpoint.eps, checkpoint.heads = act or "gelu", block.norm1.eps, heads
     if after:
         checkpoint.placement, checkpoint.norm_options = "post,post", NormOptions(post="branch")

@@ -81,7 +81,7 @@ def read(contents: Contents) -> Checkpoint:
         notes=contents.notes,
     )
     if not config:
-        checkpoint.assumed["eps"] = "eps 1e-12, ViTConfig's default (no config.json beside the file)"
+        checkpoint.assumed["eps"] = "eps 1e-12, ViTConfig's default (no config.json next to the file)"
         checkpoint.assumed["act"] = "erf GELU, ViTConfig's default"
     if "image_mean" in inputs and "image_std" in inputs:
         checkpoint.mean, checkpoint.std = tuple(inputs["image_mean"]), tuple(inputs["image_std"])

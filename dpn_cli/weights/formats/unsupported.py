@@ -1,4 +1,4 @@
-"""Formats that are known and not read, with the reason: a better answer than a list of tensors."""
+"""Formats that are known and not read, with the reason, which helps more than a list of tensors."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ REFUSED = (
 
 def reason_against(names: Collection[str]) -> str | None:
     """Return what a file of these names is and why it is not read, or None when it is not a known one."""
-    for what, pattern, why in REFUSED:
+    for format_name, pattern, why in REFUSED:
         if any(re.search(pattern, name) for name in names):
-            return f"{what}: {why}"
+            return f"{format_name}: {why}"
     return None

@@ -3,7 +3,7 @@
 A cache is the folder ``teacher`` of a run, belongs to that run alone, and is deleted at its end. ``cache.json`` says
 what it is of. Entry ``view * images + row`` holds the tensors of `NetworkOutputs` for that view of that image one
 after the
-other in float16; a shard ``targets-00000.npy`` (entries, values) has as many of them as its size allows, and beside it
+other in float16; a shard ``targets-00000.npy`` (entries, values) has as many of them as its size allows, and next to it
 lies its digest.
 """
 
@@ -103,7 +103,7 @@ class TargetCache:
         teacher: returns what it computes for a batch.
         images: the training images.
         world: this rank.
-        console: is told of long work and of what is computed again.
+        console: receives messages about long and repeated work.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`dpn distill`, from a settled config to a result."""
+"""`dpn distill`, from a finalized config to a result."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def open_images(config: DistillConfig, classes: Sequence[str] | None, console: C
     """Open the config's images; `classes` are the teacher's, None where it has no head.
 
     Raises `DataError` where there are fewer images than a batch, and for labelled images (``--val-data``) of classes
-    that the teacher does not know; such images inside ``--data`` are left alone, which is said.
+    that the teacher does not know; such images inside ``--data`` are ignored with a message.
     """
     data = config.data
     source = ImageSource(

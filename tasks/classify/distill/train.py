@@ -243,8 +243,8 @@ class Distillation:
             replace_json(self._file(stage, ".json"), note)
         distributed.barrier()
         units = {"agreement": " %", "token_variance": "", "kl": " nats"}
-        said = [f"{name} {note[name]:.4g}{unit}" for name, unit in units.items() if note[name] is not None]
-        self.console.info(f"stage {stage}: {', '.join(said)} on {note['images']} held-out images")
+        texts = [f"{name} {note[name]:.4g}{unit}" for name, unit in units.items() if note[name] is not None]
+        self.console.info(f"stage {stage}: {', '.join(texts)} on {note['images']} held-out images")
 
     def _export(self, student: Backbone, near: Json) -> None:
         """Write the student's file: a classifier where the teacher has a head."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from dpn_cli.errors import DataError, DpnError
 from tasks.vtab.prepare.sources import Example, Source, TfdsPart
 
-# Where TensorFlow Datasets looks when it is told nothing.
+# Default folder of TensorFlow Datasets.
 DEFAULT_DIR = Path(os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets"))
 # Written last by TensorFlow Datasets when it prepares a data set.
 WRITTEN = "dataset_info.json"

@@ -84,7 +84,7 @@ def test_counted_pairs_are_scikit_learns_matrix() -> None:
     predicted = [prediction.predicted for prediction in answers]
     matrix = confusion_matrix(labels, predicted, labels=range(12))
     counted = Confusion(12, Counter(one.label * 12 + one.predicted for one in answers))
-    assert (counted.true, counted.taken) == (matrix.sum(1).tolist(), matrix.sum(0).tolist())
+    assert (counted.true, counted.predicted) == (matrix.sum(1).tolist(), matrix.sum(0).tolist())
     assert counted.right == matrix.diagonal().tolist()
     wrong = np.where(np.eye(12, dtype=bool), 0, matrix)
     order = np.argsort(-wrong.flatten(), kind="stable")[:10]

@@ -101,7 +101,7 @@ def test_an_impossible_probe_is_refused_before_the_training(photos: Path, tmp_pa
     with pytest.raises(DataError, match=r"--fewshot-data .*few: shots 25: class .* has 3 training images"):
         train_pretrain(config_of("jft", photos, **tiny), tmp_path / "run")
     assert not list((tmp_path / "run").glob("*.safetensors"))
-    with pytest.raises(DataError, match=r"--fewshot-data .*train: no images to test on; put them beside"):
+    with pytest.raises(DataError, match=r"--fewshot-data .*train: no images to test on; put them next to"):
         train_pretrain(
             config_of("jft", photos, **merge(tiny, {"fewshot_data": str(tmp_path / "few/train")})), tmp_path / "two"
         )
