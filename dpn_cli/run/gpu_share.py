@@ -1,7 +1,8 @@
 """The part of a GPU that this process has, where several trainings run on one.
 
 What starts them says so in the environment: ``DPN_GPU_SHARE=4`` is one of four equal parts. ``DPN_GPU_SHARE=8:FILE`` is
-the whole GPU until the training has been measured, then one of as many parts as fit, at most 8; FILE receives the number.
+the whole GPU until the training has been measured, then one of as many parts as fit, at most 8; FILE
+receives the number.
 """
 
 from __future__ import annotations

@@ -138,15 +138,15 @@ def resolve(
     settings: Mapping[str, Any],
     log: Logger = discard_message,
 ) -> Plain:
-    """Merge the layers of the config `name`; without data it becomes the demo's. What a duration changes goes to `say`.
+    """Merge the layers of the config `name`; without data it becomes the demo's. Changes by a duration are logged.
 
-    A shipped config that `config` names is the one that is meant. Without a name or a preset, images that are not
+    A shipped config that `config_file` names is used. Without a name or a preset, images that are not
     ImageNet's get a config of their own, with a message. Later layers win: shipped config, Appendix C's line of
     the architecture, ``--config``, preset, augmentation level, flags and settings. Raises `DpnError` for an
     architecture without a line, unless the level is given, and for what a sweep's stages decide.
     """
-    named = next((each for each, shipped in CONFIGS.items() if shipped == config_file), None)
-    name = named if named and name in (None, DATA.get(named, named)) else name
+    shipped_name = next((config_name for config_name, shipped in CONFIGS.items() if shipped == config_file), None)
+    name = shipped_name if shipped_name and name in (None, DATA.get(shipped_name, shipped_name)) else name
     named, name = name or preset, name or "imagenet"
     if name not in CONFIGS:
         raise DpnError(f"--base-config {name!r}: choose one of {', '.join(CONFIGS)}{did_you_mean(name, CONFIGS)}")
