@@ -257,8 +257,8 @@ class MetricsLog:
         """
 
         def stays(record: dict[str, Any]) -> bool:
-            step = record.get("step", 0)
-            return bool(step < step or (step == step and (evaluated or "lr" in record)))
+            record_step = record.get("step", 0)
+            return bool(record_step < step or (record_step == step and (evaluated or "lr" in record)))
 
         if not self.path.is_file():
             return
@@ -268,8 +268,8 @@ class MetricsLog:
             if (record := record_of(line)) is not None and stays(record):
                 self.counted += record.get(LOST_RECORDS, 1)
                 complete_lines.append(f"{line}\n")
-        if (rest := "".join(complete_lines)) != text:
-            replace_text(self.path, rest)
+        if (truncated := "".join(complete_lines)) != text:
+            replace_text(self.path, truncated)
 
 
 def describe_device(device: torch.device) -> str:

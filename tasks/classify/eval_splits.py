@@ -131,7 +131,7 @@ def _own_data(source: ImageSource, split: Split, facts: Mapping[str, Any]) -> Cl
     data_config = _data_of_run(facts)
     if not data_config or (split == "val" and has_split(source, "val") and not data_config.get("val_source")):
         return None  # its own validation split needs no rule, and counting all training images takes time
-    source = ImageSource(
+    run_data = ImageSource(
         source.place,
         data_config.get("val_source"),
         data_config.get("val_fraction"),
@@ -141,7 +141,7 @@ def _own_data(source: ImageSource, split: Split, facts: Mapping[str, Any]) -> Cl
     )
     try:
         chooses = (facts.get("config") or {}).get("select") == "best"
-        data = open_class_data(source, data_config.get("minival"), chooses=chooses)
+        data = open_class_data(run_data, data_config.get("minival"), chooses=chooses)
     except (DataError, MissingError):
         return None
     fingerprints = {name: fingerprint(getattr(data, name)) for name in ("train", "minival", "val")}

@@ -134,8 +134,8 @@ class _Sweep:
         place = f"stage{number}"
         top1: dict[str, float | None] = {}
         best, score = "", -1.0
-        for count, (name, config) in enumerate(runs, 1):
-            result = yield from self._trial(f"{place}/{name}", config, searching, f"{count} of {len(runs)}")
+        for count, (name, trial_config) in enumerate(runs, 1):
+            result = yield from self._trial(f"{place}/{name}", trial_config, searching, f"{count} of {len(runs)}")
             top = top1[name] = result["minival_top1"]
             loser = name
             if top is not None and top > score:
@@ -144,10 +144,10 @@ class _Sweep:
                 self._delete_network(f"{place}/{loser}")
         if not best:
             raise NonFiniteError(f"stage {number}: every run ended with a NaN or infinite loss; lower lr")
-        config = dict(runs)[best]
+        best_config = dict(runs)[best]
         self.console.info(f"stage {number}: {best} is best, {score:.2f} % on the validation split")
-        row = {"epochs": stage.epochs, "top1": top1, "chosen": best, "test_top1": self._test(place, best, config)}
-        return config, row
+        row = {"epochs": stage.epochs, "top1": top1, "chosen": best, "test_top1": self._test(place, best, best_config)}
+        return best_config, row
 
     def _test(self, place: str, name: str, config: PretrainConfig) -> float | None:
         """Score a stage's choice on the test split, or return its score; None where its network is gone."""

@@ -151,15 +151,15 @@ def resolve(
     if name not in CONFIGS:
         raise DpnError(f"--base-config {name!r}: choose one of {', '.join(CONFIGS)}{did_you_mean(name, CONFIGS)}")
     file, command = read_config(config_file) if config_file else {}, merge(flags, settings)
-    source = last_given("data", "source", file, command)
+    explicit_source = last_given("data", "source", file, command)
     arch = last_given("backbone", "arch", file, command)
-    source = _part_of(str(source), name) if source else find_data(DATA.get(name, name))
+    source = _part_of(str(explicit_source), name) if explicit_source else find_data(DATA.get(name, name))
     demo = source in DEMOS
     if demo and name == "sun397":
         raise DpnError(
             f"--data: {name} needs train/CLASS, val/CLASS and test/CLASS; name the folder (there is no demo)"
         )
-    if demo and not source and (arch or name != "imagenet"):
+    if demo and not explicit_source and (arch or name != "imagenet"):
         raise DpnError(f"--data: no images to train {arch or 'a network'} on: {_describe_data_location(name)}")
     if preset and (demo or name not in SHORTER):
         refused = "the demo" if demo else name

@@ -146,10 +146,10 @@ def encoded_batches(
         listed: list[int] = rows_of_step(len(data.captions), batch_size, seed, step)[rank_rows].tolist()
         return listed
 
-    def cut(images: Tensor, step: int, start: int) -> Tensor:
+    def cut(images: Tensor, step: int, offset: int) -> Tensor:
         generator = torch.Generator().manual_seed(fold(seed, CROP, step))
-        places = torch.arange(batch_size) - start  # the draws are the whole batch's
-        chunk_rows = slice(start, start + len(images))
+        places = torch.arange(batch_size) - offset  # the draws are the whole batch's
+        chunk_rows = slice(offset, offset + len(images))
         return crop_and_flip(images, places, encoder.size, crop=True, flip=True, generator=generator, mine=chunk_rows)
 
     def batches(start: int) -> Generator[Batch, None, None]:
@@ -160,8 +160,8 @@ def encoded_batches(
         with stream(data, read, count, rows=visits, workers=encoder.workers) as parts:
             for step in range(start, steps):
                 features = []
-                for start, part in zip(range(rank_rows.start, rank_rows.stop, count), parts, strict=False):
-                    features.append(encoder.encode(cut(part.images, step, start) if encoder.views else part.images))
+                for offset, part in zip(range(rank_rows.start, rank_rows.stop, count), parts, strict=False):
+                    features.append(encoder.encode(cut(part.images, step, offset) if encoder.views else part.images))
                 token_rows = texts.of(torch.tensor(rows(step)), draws(batch_size, seed, CAPTION, step)[rank_rows])
                 yield {"image": torch.cat(features), "tokens": to_device(token_rows, world.device)}
 

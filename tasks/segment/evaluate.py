@@ -52,7 +52,7 @@ def evaluate(options: SegmentEvalOptions, console: Console) -> dict[str, Any] | 
         segmenter.network.to(world.device)
         passes = 2 if evaluation.second_size else 1
         with console.counting("segment eval", passes * world.share(len(pairs))) as on_progress:
-            scores, result = score_sizes(segmenter, pairs, evaluation, runtime, world, on_progress)
+            scores, score_facts = score_sizes(segmenter, pairs, evaluation, runtime, world, on_progress)
         result = {
             "task": "segment eval",
             "network": options.run,
@@ -61,7 +61,7 @@ def evaluate(options: SegmentEvalOptions, console: Console) -> dict[str, Any] | 
             "decoder": pairs.reading.versions(),
             "arch": segmenter.arch,
             "classes": len(segmenter.classes),
-            **result,
+            **score_facts,
         }
         if options.output_dir and world.leads:
             replace_json(options.output_dir / "result.json", result)

@@ -243,11 +243,11 @@ def resolve(
     Raises `DpnError` as `merge_layers` does, and where there is a teacher and nothing to show it.
     """
     file, command = read_config(config_file) if config_file else {}, merge(flags, settings)
-    source = last_given("data", "source", file, command)
-    source = source or find_data("imagenet")
+    explicit_source = last_given("data", "source", file, command)
+    source = explicit_source or find_data("imagenet")
     demo = source in DEMOS
     teacher = command.get("teacher") or file.get("teacher")
-    if demo and teacher and not source:
+    if demo and teacher and not explicit_source:
         raise DpnError(
             "--data: no images; neither $DPN_DATA_DIR/imagenet nor ./imagenet is there; name a folder with --data "
             "(labels are not needed)"

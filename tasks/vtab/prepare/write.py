@@ -78,11 +78,11 @@ def prepare(
     names = " and ".join(task.name for task in tasks)
     try:
         for name, part in parts.items():
-            count = part.stop - part.start
-            with console.counting(f"{names}, {name}", count) as on_progress:
+            expected = part.stop - part.start
+            with console.counting(f"{names}, {name}", expected) as on_progress:
                 count = _write_split(source, folders, name, builder.examples(part), on_progress)
-            if not 0 < count == count:
-                raise DataError(f"{builder.name}: {part} has {count} examples, and {name} of {names} {count}")
+            if not 0 < count == expected:
+                raise DataError(f"{builder.name}: {part} has {count} examples, and {name} of {names} {expected}")
         description = {
             "builder": builder.name,
             "parts": {name: str(part) for name, part in parts.items()},

@@ -88,7 +88,7 @@ def test_the_defaults_are_as_good_as_a_bare_loop(command: str, stem: str, folder
     assert expected > 70
     assert result["top1"] > expected - 3
     output = completed.stderr.replace("\n", " ")
-    assert f"--data {folder} is not ImageNet, so the config is pretrain_own" in output
+    assert f"--data {folder} is not ImageNet, using config pretrain_own" in output
     assert f"--config {command} is the paper's" in output
     assert "warning" not in output
 
@@ -111,7 +111,7 @@ def shown(*command: str) -> tuple[dict[str, Any], str]:
 )
 def test_own_images_are_shown_whole_and_unmirrored(command: list[str], config: str, folder: Path) -> None:
     plain, said = shown(*command, "--data", str(folder))
-    assert f"so the config is {config}:" in said
+    assert f"using config {config} " in said
     assert (plain["data"]["crop"], plain["data"]["flip"]) == ("whole", False)
     assert (plain["batch_size"], plain["loss"], plain["head_bias"]) == (64, "softmax", None)
     assert plain["backbone"]["pre_logits"] is None
@@ -147,7 +147,7 @@ def test_a_file_of_some_keys_changes_the_config_of_own_images(folder: Path, tmp_
     (tmp_path / "some.yaml").write_text("epochs: 3\n")
     plain, said = shown("pretrain", "-c", str(tmp_path / "some.yaml"), "--data", str(folder))
     assert (plain["epochs"], plain["data"]["crop"]) == (3, "whole")
-    assert "so the config is pretrain_own" in said
+    assert "using config pretrain_own" in said
 
 
 def test_which_data_are_the_papers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,7 +171,7 @@ def test_an_evaluation_of_an_older_version_is_shown_without_predictions(tmp_path
     assert result.exit_code == 3
     assert "predictions.csv, line 4: damaged (ValueError: confidence 2.5); 'dpn eval -o'" in result.stderr
     (folder / "predictions.csv").unlink()
-    assert "predictions.csv is not there" in make_page(tmp_path, folder)
+    assert "predictions.csv is missing" in make_page(tmp_path, folder)
 
 
 @pytest.mark.usefixtures("without_charts")
@@ -197,4 +197,4 @@ def test_damage_in_a_saved_file_is_reported_with_its_name(tmp_path: Path) -> Non
         )
         path.write_text("".join(kept[path]))
     classes.unlink()
-    assert "per_class.csv is not there" in make_page(tmp_path, folder)
+    assert "per_class.csv is missing" in make_page(tmp_path, folder)
