@@ -233,9 +233,7 @@ def merge_with_shipped(
 def last_given(section: str, key: str, *layers: Plain) -> Any:
     """Return the value that the last layer with one gives a key of a section; None without one."""
     sections = [layer.get(section) for layer in layers]
-    return next(
-        (section[key] for section in reversed(sections) if isinstance(section, dict) and section.get(key)), None
-    )
+    return next((layer[key] for layer in reversed(sections) if isinstance(layer, dict) and layer.get(key)), None)
 
 
 def _in_its_own_steps(layer: Plain, below: Plain, log: Logger) -> Plain:
