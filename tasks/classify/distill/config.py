@@ -91,7 +91,7 @@ class DistillData(SampledData):
     source: Annotated[
         DataPlace | None,
         DATA_SOURCE.but(
-            help="DistillData without labels: a folder with images anywhere in it (in its train folder, if there is "
+            help="Images without labels: a folder with images anywhere in it (in its train folder, if there is "
             "one), a packed folder or its URL, hf:OWNER/NAME[:CONFIGURATION], wds:PATTERN, or demo.",
             unset="$DPN_DATA_DIR/imagenet, ./imagenet, else demo",
         ),
