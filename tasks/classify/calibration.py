@@ -1,4 +1,4 @@
-"""Reading an evaluation's predictions and classes: reliability and confusion."""
+"""Predictions and classes that an evaluation saved: reading them, their reliability and confusion."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def reliability(predictions: Sequence[ClassScores], name: str) -> Reliability:
 
 
 def confusion(predictions: Sequence[ClassScores], classes: Sequence[str]) -> list[list[int]]:
-    """Return counts (classes, classes), rows the truth."""
+    """Return counts (classes, classes); rows are true classes."""
     place = {name: index for index, name in enumerate(classes)}
     pairs = np.array([(place[prediction.true], place[prediction.predicted]) for prediction in predictions]).reshape(
         -1, 2

@@ -47,7 +47,7 @@ class Classifier:
 
     @property
     def transform(self) -> Transform:
-        """Decoded pixels (h, w, 3) to what the network takes, (3, *size) uint8."""
+        """Transform of decoded pixels (h, w, 3) to the network's input, (3, *size) uint8."""
         size = self.model.config.image_size
         if self.resize_side is None:
             return partial(resize, size=size)
@@ -62,7 +62,7 @@ class Classifier:
         return f"shorter side resized to {self.resize_side} by area, centre of {height} x {width} cut out"
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Map logits (b, classes) to probabilities: each on its own for the sigmoid loss, else adding up to one."""
+        """Map logits (b, classes) to probabilities: independent for the sigmoid loss, else adding up to one."""
         return logits.sigmoid() if self.loss == "sigmoid" else logits.softmax(-1)
 
 
@@ -93,9 +93,7 @@ def load_classifier(place: str, image_size: Size | None = None, command: str = "
     place = resolve(place, command)
     source = open_checkpoint(place)
     if "head.weight" not in source.state:
-        raise DpnError(
-            f"{place}: the network has no head, so it tells no classes; train one with 'dpn finetune highres'"
-        )
+        raise DpnError(f"{place}: the network has no head, so it has no classes; train one with 'dpn finetune highres'")
     return classifier_of(source, image_size)
 
 
@@ -122,7 +120,7 @@ def classifier_of(source: Checkpoint, image_size: Size | None = None) -> Classif
 
 
 def facts_of(source: Checkpoint) -> dict[str, Any]:
-    """Return what a classifier's file tells of its training; nothing for a file of another origin."""
+    """Return the facts of the training in a classifier's file; none in a file of another origin."""
     return dict(json.loads(source.about[KEY])["facts"]) if KEY in source.about else {}
 
 

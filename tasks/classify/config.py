@@ -93,7 +93,7 @@ class RandAugment(Section):
 
 
 class SupervisedConfig(SweepConfig):
-    """All that decides a classifier's training."""
+    """Config of a classifier's training."""
 
     backbone: SupervisedNetwork = SupervisedNetwork()
     data: SupervisedData = SupervisedData()
@@ -158,7 +158,7 @@ class SupervisedConfig(SweepConfig):
 
     @property
     def peak_lr(self) -> float:
-        """The learning rate of this batch size: `lr` itself, or its multiple where it is that of another batch size."""
+        """The learning rate of this batch size: `lr`, or `lr` scaled from that of `lr_batch`."""
         return self.lr * self.batch_size / self.lr_batch if self.lr_batch else self.lr
 
     @property

@@ -13,7 +13,7 @@ from pathlib import Path
 from dpn_cli.config.load import Logger, read_config, shipped_configs
 from dpn_cli.config.urls import is_shards
 
-# What ImageNet's class folders are called, and what the data set itself is.
+# Names of ImageNet's class folders, and of the data set itself.
 WORDNET_ID = re.compile(r"n\d{8}")
 IMAGENET = re.compile(r"imagenet|ilsvrc|in1k|in-1k|in21k|in-21k", re.IGNORECASE)
 
@@ -61,10 +61,10 @@ def _folders(root: Path) -> list[str]:
 
 
 def choose_config(source: str, config_file: str | None, paper: str, own_config: str, log: Logger) -> str:
-    """Return the name of the config that the layers of a command start from: `paper` or `own`.
+    """Return the name of a command's base config: `paper` or `own_config`.
 
-    A shipped config that `config_file` names, and a file that is a whole config, leave nothing to choose. Says it
-    when own images get their config. Raises `DpnError` as `read_config` does.
+    A shipped config in `config_file`, and a file that is a full config, leave no choice. The choice of `own_config` is
+    logged. Raises `DpnError` as `read_config` does.
     """
     if config_file in set(shipped_configs()):
         return own_config if config_file == own_config else paper

@@ -15,9 +15,9 @@ from tasks.classify import pretrain_config
 
 
 def demo_backbone(stem: str, console: Console, *, trained: bool = True) -> str:
-    """Return the path of the demo tower's weights in ``$DPN_HOME/weights``; trains it if it is not there yet.
+    """Return the path of the demo tower's weights in ``$DPN_HOME/weights``; train it if it does not exist.
 
-    Without `trained`, a tower that is not there has random weights, in a file that the process deletes at its end.
+    Without `trained`, a missing tower gets random weights, in a file that is deleted when the process ends.
     Raises `DpnError` and its subclasses; a training that was stopped continues at the next call.
     """
     path = home() / "weights" / f"demo-{stem}.safetensors"

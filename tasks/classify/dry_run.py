@@ -1,4 +1,4 @@
-"""The dry run of a classifier's training."""
+"""Dry run of a classifier's training."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def dry_run_training(run: Run[ConfigT], data: ClassData) -> Cost:
 
 
 def _sampled(config: SupervisedConfig, model: Backbone, data: ClassData, world: World) -> Sampled:
-    """Return the evaluation of a batch of every rank, on minival if there is one; no score is shown."""
+    """Return the evaluation of one batch per rank, on minival if any; no score is shown."""
     split = data.minival if data.minival.labels else data.val
     samples = first_batch(split, config.eval_batch_size, world)
     in_process = without_workers(config)
@@ -82,7 +82,7 @@ def _sampled(config: SupervisedConfig, model: Backbone, data: ClassData, world: 
 
 
 def first_batch(split: LabelledImages, batch_size: int, world: World) -> ImageSubset:
-    """Return the first images of a split, a batch for every rank where there are as many."""
+    """Return the first images of a split, one batch per rank at most."""
     return ImageSubset(split, range(min(batch_size * world.size, len(split.labels))))
 
 
@@ -115,6 +115,6 @@ def dry_run(run: Run[ConfigT], data: ClassData, trainings: Sequence[ConfigT], la
     )
     cost = dry_run_training(replace(run, config=trials[-1]), data)
     steps = sum(trial.schedule.steps for trial in trials)
-    networks = min(2, len(trials))  # of a sweep's, the best one so far and the one that may be better
+    networks = min(2, len(trials))  # of a sweep: the best network, and the one to compare with it
     if world.leads:
         launch.on_cost(replace(cost.of_steps(steps, len(trials)), kept=networks * cost.kept))

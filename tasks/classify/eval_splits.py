@@ -1,4 +1,4 @@
-"""Images that `dpn eval` scores: those that a run held out, or a split of another data set."""
+"""Images that `dpn eval` scores: the held-out images of a run, or a split of another data set."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ConcatImages(Images):
         return self.parts[number], index - self.starts[number]
 
     def where(self, index: int) -> str:
-        """Name the place of an image in its split."""
+        """Return the location of an image in its split."""
         part, row = self._place(index)
         return part.where(row)
 
@@ -53,7 +53,7 @@ class ConcatImages(Images):
         return part.key(row)
 
     def content(self, index: int) -> bytes:
-        """Return what an image is stored as."""
+        """Return the stored bytes of an image."""
         part, row = self._place(index)
         return part.content(row)
 
@@ -64,10 +64,10 @@ class ConcatImages(Images):
 
 
 def run_source(source: ImageSource, facts: Mapping[str, Any], network: str) -> ImageSource:
-    """Return where the images to score are: where `source` says, or, without a place, where the run's own are.
+    """Return the source of the images to score: `source`, or without a location the run's own data.
 
-    ``demo`` is the one of the built-in data sets that the run was trained on. Raises `DpnError` where neither says, and
-    `DataError` where the run's own are gone.
+    ``demo`` stands for the built-in data set that the run was trained on. Raises `DpnError` if neither names a
+    location, and `DataError` if the run's data are gone.
     """
     data_config = _data_of_run(facts)
     own_source = data_config.get("source")
@@ -93,11 +93,11 @@ def run_source(source: ImageSource, facts: Mapping[str, Any], network: str) -> I
 def open_part(
     source: ImageSource, split: Split | None, facts: Mapping[str, Any]
 ) -> tuple[LabelledImages, tuple[str, ...], str | None]:
-    """Open the images to score; returns them with their classes, and which of a run's images they are.
+    """Open the images to score; return them, their classes, and their part of the run's data.
 
-    `facts` are what the classifier's file tells of its training. Data that are the run's are split as the run did,
-    with `val` as the default. Of other data None, or ``val``, is the validation split, or everything where they have
-    none, and ``all`` is training and validation. Raises `DataError`.
+    `facts` are the training's facts in the classifier's file. The run's data are split as in the run, with `val` as the
+    default. For other data, None or ``val`` is the validation split, or all images without one; ``all`` is training
+    and validation. Raises `DataError`.
     """
     split_name: Split = split or "val"
     own_part = _own_data(source, split_name, facts)

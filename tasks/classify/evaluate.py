@@ -72,7 +72,7 @@ def evaluate(options: EvalOptions, console: Console) -> dict[str, Any] | None:
 
 
 def match_classes(classes: Sequence[str], names: Sequence[str]) -> Tensor | None:
-    """Return which outputs of a classifier are a data set's classes; None when they are all, in order.
+    """Return the outputs of a classifier for a data set's classes; None for all outputs in order.
 
     Class numbers as names (ImageNet-V2's folders, hub data sets without names) stand for the outputs of that number.
     Raises `DataError` naming classes that the classifier does not know.

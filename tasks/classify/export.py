@@ -45,7 +45,7 @@ class _Deployed(nn.Module):
 
 
 def export(place: str, folder: Path, kind: Kind) -> dict[str, Any]:
-    """Write a classifier as `kind` with a model card into `folder`; returns what was written and how exact.
+    """Write a classifier as `kind` with a model card into `folder`; return paths, digest and error.
 
     Raises `DpnError` when the written network gives other outputs (it is not kept then) or a library is missing.
     """
@@ -92,14 +92,14 @@ Outputs = Callable[[Tensor], Tensor]
 
 @contextmanager
 def _silence_exporters() -> Iterator[None]:
-    """Let torch's exporters warn of, and print, their own workings where nobody reads it: torch 2.11's do both."""
+    """Silence torch's exporters, which warn of their internals and print them (torch 2.11)."""
     with warnings.catch_warnings(action="ignore"), redirect_stdout(io.StringIO()):
         yield
 
 
 @torch.no_grad()
 def _try(run: Outputs, pixels: Tensor, path: Path) -> Tensor:
-    """Run what was written on a batch. Raises `DpnError` when it fails."""
+    """Run the written network on a batch. Raises `DpnError` when it fails."""
     try:
         return run(pixels)
     except Exception as error:  # every runtime has its own kinds
@@ -153,7 +153,7 @@ def _onnx(classifier: Classifier, deployed: nn.Module, pixels: Tensor) -> Pair:
 
 
 def model_card(classifier: Classifier, kind: Kind, digest: str) -> str:
-    """Return a model card in Markdown: what it is, how it was made, what it scores, how to use it."""
+    """Return a model card in Markdown: the network, its use, its scores and its training."""
     model, facts = classifier.model, classifier.facts
     vit_config, (height, width) = model.config, model.config.image_size
     scored = facts.get("minival_top1")
@@ -163,7 +163,7 @@ def model_card(classifier: Classifier, kind: Kind, digest: str) -> str:
     names = readable(classifier.classes)
     config = facts.get("config")
     if config and classifier.classes != imagenet_classes(1000):
-        # A config's heading names ImageNet's published numbers, which say nothing about other classes.
+        # A config's heading names ImageNet's published numbers, which do not hold for other classes.
         config = {key: value for key, value in config.items() if key != "about"}
     class_list = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
     lines = [
@@ -191,7 +191,7 @@ def model_card(classifier: Classifier, kind: Kind, digest: str) -> str:
 
 
 def _distilled(facts: Mapping[str, Any]) -> list[str]:
-    """Say in a card which network this one was distilled from, on which images, and how near it is."""
+    """Return the card's lines of the teacher, the images and the agreement with the teacher."""
     teacher = facts["teacher"]
     return [
         f"- Distilled from {teacher['source']} ({teacher['arch']}, stem `{teacher['stem']}`, at "

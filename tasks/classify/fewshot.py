@@ -39,9 +39,9 @@ NO_TEST = "{}: no images to test on; {}"
 def fewshot(options: ProbeOptions, console: Console) -> dict[str, Any]:
     """Probe a checkpoint's representation and return accuracies in percent by shots and seed.
 
-    Features are what the head reads (after pre-logits and tanh where there are). Images are prepared as the paper's
-    probe does it, and taken whole by a classifier that was trained on whole ones. Raises `DataError` when a class has
-    fewer images than the largest number of shots.
+    Features are the input of the head, after pre-logits and tanh if any. Images are prepared as for the paper's probe,
+    or resized without a crop for a classifier that was trained so. Raises `DataError` when a class has fewer images
+    than the largest number of shots.
     """
     with signals.listen(signals.NO_RESULT), join(options.runtime.device) as world:
         refuse_ranks(world, "eval fewshot")
@@ -60,7 +60,7 @@ def fewshot(options: ProbeOptions, console: Console) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ProbedNetwork:
-    """A network that is probed; `whole` prepares images where it was trained on whole ones."""
+    """A network to probe; `whole` prepares images without a crop for a classifier that was trained so."""
 
     place: str
     model: Backbone
@@ -79,7 +79,7 @@ class ProbedNetwork:
         return cls(place, model, facts_of(checkpoint).get("trained_on") if checkpoint else None, transform)
 
     def facts(self, test: LabelledImages, world: World, console: Console) -> dict[str, Any]:
-        """Return what a result says of the network; warn of test images that it was trained on."""
+        """Return the network's facts for a result; warn of test images that it was trained on."""
         overlap = count_overlap(test, self.trained_on, world)
         if warning := overlap and overlap.warning():
             console.warn(warning)
@@ -96,7 +96,7 @@ class ProbedNetwork:
 
 @dataclass(frozen=True)
 class Splits:
-    """The images to draw from and those to test on, and their classes."""
+    """Images to draw from, images to test on, and their classes."""
 
     train: LabelledImages
     test: LabelledImages
@@ -104,7 +104,7 @@ class Splits:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """The fingerprints of both."""
+        """The fingerprints of both splits."""
         return {"train": fingerprint(self.train), "test": fingerprint(self.test)}
 
 
@@ -117,7 +117,7 @@ class ProbeFeatures:
     classes: int
 
     def accuracy(self, shots: int, seed: int) -> float:
-        """Return the accuracy in percent with so many images per class, drawn by the seed."""
+        """Return the accuracy in percent with `shots` images per class, drawn by `seed`."""
         return 100 * probe(*draw_examples(*self.train, self.classes, shots, seed), *self.test, self.classes)
 
 
@@ -186,8 +186,8 @@ def encode_splits(
 ) -> ProbeFeatures:
     """Encode the images to draw from and those to test on.
 
-    Raises `DataError` for an unreadable image unless they are skipped, `NonFiniteError` for features that are no
-    numbers.
+    Raises `DataError` for an unreadable image unless they are skipped, `NonFiniteError` for features that are
+    NaN or infinite.
     """
 
     def encoded(split: LabelledImages) -> tuple[Array, Array]:

@@ -33,8 +33,8 @@ from tasks.classify.options import ProbeFolder, ProbeOptions
 def probe_sweep(options: ProbeOptions, launch: LaunchOptions, console: Console) -> Result:
     """Probe every network with every draw and return the result; finished draws are not repeated.
 
-    All networks are loaded before the first image is encoded. A network that runs out of memory or has features that
-    are no numbers is noted in the result and tried again on resume; everything else raises `DpnError`.
+    All networks are loaded before the first image is encoded. A network that runs out of memory, or has NaN or
+    infinite features, is listed in the result and retried on resume; other errors raise `DpnError`.
     """
     config = options.model_copy(update={"run": ProbeFolder()})
     with open_run(config, options.runtime, "comparison", launch, _folder(options), console) as run:

@@ -1,4 +1,4 @@
-"""The high-resolution config, and where data and weights come from when the command does not say."""
+"""The high-resolution config, and its default data and weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tasks.classify.default_config import choose_config
 
 
 class HighresOptim(Optim):
-    """An update rule in which the layers may have learning rates of their own."""
+    """An update rule with a learning rate for each layer."""
 
     layer_decay: Annotated[
         float,
@@ -27,7 +27,7 @@ class HighresOptim(Optim):
 
 
 class HighresConfig(SupervisedConfig):
-    """All that ``dpn finetune highres`` does."""
+    """Config of ``dpn finetune highres``."""
 
     optim: HighresOptim = HighresOptim()
 
@@ -37,8 +37,8 @@ def resolve(
 ) -> Plain:
     """Merge the layers over the config of the data: the paper's, the demo's (without data), or that of own images.
 
-    The last is pre-training's for a network from scratch. The choice, and what a duration changes, go to `say`. Raises
-    `DpnError` as `merge_layers` does.
+    The last is pre-training's for a network from scratch. The choice, and keys that a duration changes, are logged.
+    Raises `DpnError` as `merge_layers` does.
     """
     file, command = read_config(config_file) if config_file else {}, merge(flags, settings)
     source = last_given("data", "source", file, command) or find_data("imagenet")
@@ -54,7 +54,7 @@ def resolve(
 def finalize(config: HighresConfig) -> HighresConfig:
     """Return the config with its checkpoint decided.
 
-    Raises `DpnError` for an image size that the patch does not divide, and when real data meet no weights.
+    Raises `DpnError` for an image size that the patch does not divide, and for real data without weights.
     """
     backbone = find_start(
         config.backbone,

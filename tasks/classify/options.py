@@ -67,7 +67,7 @@ class EvalOptions(EvaluationOptions):
 
 
 class ProbeFolder(Section):
-    """Folder of the draws of a few-shot probe, and the treatment of a run that is there."""
+    """Folder of the draws of a few-shot probe, and the treatment of an existing run."""
 
     output_dir: Annotated[
         Path | None,

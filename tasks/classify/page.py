@@ -38,7 +38,7 @@ WORST = 25
 
 
 def findings(run: RunRecord, prefix: str) -> Findings:
-    """Return what a page shows of a run of pretrain, highres or distill, or of ``dpn eval``."""
+    """Return the page's content for a run of pretrain, highres or distill, or of ``dpn eval``."""
     result = run.result
     if run.config and "teacher" in run.config:
         distill_findings = distilled.findings(run)
@@ -79,9 +79,9 @@ def _scores(result: Json, images: int) -> list[Part]:
 
 
 def _prediction_sections(run: RunRecord, prefix: str) -> tuple[list[PageSection], list[str]]:
-    """Return calibration, classes, confusions and mistakes, from what the evaluation kept of every image, and warnings.
+    """Return calibration, classes, confusions and mistakes of the saved predictions, and warnings.
 
-    Raises `DataError` when what it kept is damaged.
+    Raises `DataError` when the saved files are damaged.
     """
     folder = run.path / Path(run.result.get("weights", "")).parent  # of a search, its last training
     if missing := next((name for name in ("predictions.csv", "per_class.csv") if not (folder / name).is_file()), None):
@@ -141,7 +141,7 @@ def _confusions(result: Json, predictions: Sequence[ClassScores], names: dict[st
 
 
 def _mistakes(folder: Path, predictions: Sequence[ClassScores], names: dict[str, str]) -> list[PageImage]:
-    """Return the images that the evaluation kept, the surest mistake first."""
+    """Return the saved images of mistakes, the most confident first."""
     mistakes = [prediction for prediction in predictions if prediction.true != prediction.predicted]
     images = []
     for prediction in sorted(mistakes, key=lambda prediction: (-prediction.confidence, prediction.row)):

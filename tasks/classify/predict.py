@@ -23,7 +23,7 @@ MOST_LINES = 3
 
 
 def predict(options: PredictOptions, console: Console) -> Predictions:
-    """Return for every image its best classes with probabilities, prepared as the run's own images were.
+    """Return the best classes of every image with probabilities; images are prepared as in the run.
 
     Without ``--decode`` JPEGs are decoded as they were for the training. Unreadable images are named and left out;
     raises `DataError` where that leaves none.

@@ -28,7 +28,7 @@ WORST_PAIRS = 10
 
 
 def save_scores(folder: Path, scores: Scores, names: Sequence[str], split: LabelledImages) -> dict[str, Any]:
-    """Write what a page shows of a scored split, whose predictions were kept; return what belongs into the result.
+    """Write a page's files for a scored split with predictions; return the entries for the result.
 
     `names` are those of the classes. Raises `SaveError`.
     """
@@ -96,7 +96,7 @@ def worst_pairs(confusion: Confusion) -> list[tuple[int, int, int, float]]:
 
 
 def per_class(names: Sequence[str], confusion: Confusion) -> str:
-    """Return a CSV of every class: its images, how many are right, recall and precision in percent."""
+    """Return a CSV of every class: images, right predictions, recall and precision in percent."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(["class", "name", "images", "right", "recall", "precision"])

@@ -81,7 +81,7 @@ def check_shards(config: SupervisedConfig, data: ClassData, world: World) -> Non
 
 
 def check_data(config: SupervisedConfig, data: ClassData, folder: RunFolder, world: World, console: Console) -> Json:
-    """Decode a sample, and see that a resumed run meets the classes and images it began with."""
+    """Decode a sample, and check that a resumed run has its first classes and images. Raises `DataError`."""
     facts: Json = {
         "classes": list(data.classes),
         "data": fingerprints(data),
@@ -129,7 +129,7 @@ def check_images(config: SupervisedConfig, data: ClassData, console: Console) ->
 
 
 def decode_some(split: LabelledImages, skip_bad: bool) -> list[Size]:
-    """Decode a sample of a split, and what is no file; returns sizes. Raises `DataError` unless `skip_bad`."""
+    """Decode a sample of a split and all rows that are no files; return sizes. Raises `DataError` unless `skip_bad`."""
     sizes = []
     for index in sample_rows_to_check(split, SAMPLE):
         try:
@@ -142,14 +142,14 @@ def decode_some(split: LabelledImages, skip_bad: bool) -> list[Size]:
 
 
 def _crop_warning(config: SupervisedConfig, images: list[Size]) -> str | None:
-    """Say when the evaluation's central crop shows too little; inception crops are never below a twentieth."""
+    """Return a warning if the evaluation's central crop is too small; inception crops are never below a twentieth."""
     size = input_size(config)
     side = resize_side_of(config, size)
     return None if side is None else crop_warning(size, [scale_to_short_side(image, side) for image in images])
 
 
 def _choice_warning(images: int) -> str | None:
-    """Say when minival is too small to choose between checkpoints."""
+    """Return a warning if minival is too small to choose between checkpoints."""
     if images >= MINIVAL_CHOOSES:
         return None
     if not images:

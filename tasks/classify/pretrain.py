@@ -73,7 +73,7 @@ def _open_data(config: PretrainConfig) -> ClassData:
 
 
 def default_folder(config: PretrainConfig) -> Path:
-    """Return runs/TASK/ARCH-STEM, with a TASK for each config, so that none stands in another's way."""
+    """Return runs/TASK/ARCH-STEM, with a TASK for each config, so that runs do not collide."""
     return task_folder(config, _task(config))
 
 
@@ -100,7 +100,7 @@ class _Sweep:
         self.folder, self.world, self.console = run.folder, run.world, run.console
 
     def trainings(self) -> Generator[Training, None, None]:
-        """Yield the trainings of all stages that are not done, for the caller to run; afterwards `result` is there.
+        """Yield the unfinished trainings of all stages for the caller to run; afterwards `result` is set.
 
         The choice of each stage is scored once on the test split, which gives a row of Table 7.
         """
@@ -126,9 +126,9 @@ class _Sweep:
     def _search(
         self, number: int, config: PretrainConfig, stage: Stage
     ) -> Generator[Training, None, tuple[PretrainConfig, Json]]:
-        """Yield the trainings of a stage's grid; returns the run that is best on validation, and the stage's numbers.
+        """Yield the trainings of a stage's grid; return the best config on validation, and the stage's scores.
 
-        A search leaves its numbers, not a network per run: only the best one so far is kept, until it is scored.
+        A search saves scores, not networks: only the best network is retained, until it is scored on the test split.
         """
         searching, runs = replace(self.data, val=self.data.minival), list(trials(config, stage))
         place = f"stage{number}"
@@ -177,7 +177,7 @@ class _Sweep:
     def _trial(
         self, place: str, config: PretrainConfig, data: ClassData, shown: str
     ) -> Generator[Training, None, Json]:
-        """Yield a training if it is not done; returns its result."""
+        """Yield a training unless it is finished; return its result."""
         path = self.folder.path / place
         folder = open_folder(path, config, "classifier", self.world, self.console, resume=True, overwrite=False)
         if folder.result is None:

@@ -59,10 +59,10 @@ CONFIGS = {
 DATA = {"deit": "imagenet", "s16plus": "imagenet"}
 # The configs that Appendix C's line of the architecture belongs to.
 BY_ARCH = ("pretrain", "pretrain_imagenet21k", "pretrain_sun397")
-# What --preset short changes in a config.
+# Config keys that --preset short changes.
 SHORTER = {"imagenet": SHORT, "cifar10": SHORT_CIFAR, "cifar100": SHORT_CIFAR, "folder": SHORT_CIFAR}
 ARCHIVES = {"cifar10": "cifar-10-python.tar.gz", "cifar100": "cifar-100-python.tar.gz"}
-# Those whose networks are probed on ImageNet in the end.
+# Configs whose finished networks are probed on ImageNet.
 PROBED = ("imagenet21k", "jft")
 LEAST_MINIVAL = 0.01
 
@@ -75,7 +75,7 @@ class Stage(Section):
 
 
 class NewNetwork(SupervisedNetwork):
-    """A network from scratch: no checkpoint says what it is."""
+    """A network from scratch, described by its config alone."""
 
     arch: Annotated[str | None, ARCH.but(unset="needed")] = None
     stem: Annotated[Stem | None, STEM.but(unset="dpn")] = None
@@ -88,7 +88,7 @@ class NewNetwork(SupervisedNetwork):
 
 
 class PretrainConfig(SupervisedConfig):
-    """All that ``dpn pretrain`` does."""
+    """Config of ``dpn pretrain``."""
 
     backbone: NewNetwork = NewNetwork()
     freeze: Annotated[tuple[str, ...], BeforeValidator(split_list)] = ()
@@ -191,13 +191,13 @@ def resolve(
 
 
 def _part_of(place: str, name: str) -> str:
-    """Return the folder of the data set `name` inside one that holds several, as torchvision's users have it."""
+    """Return the folder of the data set `name` inside a folder of several, as torchvision unpacks it."""
     inside = (Path(place) / folder for folder in UNPACKED.get(name, ()))
     return next((str(folder) for folder in inside if folder.is_dir()), place)
 
 
 def _describe_data_location(name: str) -> str:
-    """Say where the data of a config are looked for, and how to get them."""
+    """Describe the default locations of a config's data, and a way to get them."""
     if name == "folder":
         return "name a folder of classes with --data"
     folder = DATA.get(name, name)
@@ -231,7 +231,7 @@ def _level(level: str) -> Any:
 
 
 def _row_of(arch: object, *, is_explicit: bool, searched: bool) -> Plain:
-    """Return the config keys of Appendix C's line for `arch`; of a search, those that it leaves alone.
+    """Return the config keys of Appendix C's line for `arch`; for a search, only keys outside its grids.
 
     Raises `DpnError` for an architecture without a line, unless the augmentation `is_explicit`.
     """

@@ -60,7 +60,7 @@ def encode(
     transform: Transform | None = None,
     on_progress: OnProgress = ignore_progress,
 ) -> tuple[Array, Array]:
-    """Return what the head reads of every image of `rows`, (n, d) in float64, and its class (n,).
+    """Return the head's input for every image of `rows`, (n, d) in float64, and its class (n,).
 
     Images are prepared by `square_crop` unless `transform` is given. With `skip_bad` unreadable images are left out;
     otherwise raises `DataError` naming the first one. `on_progress` receives the number of processed images.

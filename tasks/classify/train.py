@@ -1,4 +1,4 @@
-"""Training one classifier: data checked, trained, its checkpoint chosen, validation scored once."""
+"""Training of one classifier: data checks, training, choice of a checkpoint, one score on validation."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ Json = dict[str, Any]
 
 
 def train(run: Run[ConfigT], data: ClassData, task: str) -> Json:
-    """Train in the folder of the run, or finish what is there, and return the result, which is written there too.
+    """Train in the run's folder, or finish a run there, and return the result, which is also written there.
 
     The config's duration is in steps.
-    Raises `DpnError` and its subclasses; what was trained until then is kept.
+    Raises `DpnError` and its subclasses; its checkpoints are retained.
     """
     config, folder, world, console = run.config, run.folder, run.world, run.console
     facts = check_data(config, data, folder, world, console)
@@ -118,7 +118,7 @@ def evaluation_interval(config: SupervisedConfig) -> int:
 
 
 def loss_of(config: SupervisedConfig, model: Backbone, classes: int) -> engine.LossFn:
-    """Return the engine's loss of a batch: images are normalised, and mixed where the batch says, on the device."""
+    """Return the engine's loss of a batch: images are normalised, and mixed if the batch has a mix, on the device."""
 
     def one_hot(labels: Tensor) -> Tensor:
         target = nn.functional.one_hot(labels, classes).float()
@@ -141,7 +141,7 @@ def normalized(model: Backbone, image: Tensor) -> Tensor:
 
 
 def augmentation_of(config: SupervisedConfig, model: Backbone) -> Augmentation:
-    """Return how the config makes training images for a network."""
+    """Return the config's augmentation of training images for a network."""
     data, by_timm = config.data, config.mixing == "timm"
     return Augmentation(
         model.config.image_size,
@@ -163,7 +163,7 @@ def augmentation_of(config: SupervisedConfig, model: Backbone) -> Augmentation:
 def training_batches(
     config: SupervisedConfig, model: Backbone, data: ClassData, world: World, **options: Any
 ) -> engine.Batches:
-    """Return the engine's batches of a training; `how` are the loader's arguments."""
+    """Return the engine's batches of a training; `options` are the loader's arguments."""
     options["order"] = shard_order(config, data)
     batches = crop_batches(data.train, augmentation_of(config, model), config.batch_size, config.seed, world, **options)
     if config.mixing == "big_vision":
@@ -173,7 +173,7 @@ def training_batches(
 
 
 class _ClassifierTraining:
-    """One training and what it needs at every evaluation."""
+    """Training of one classifier, and its evaluation on minival."""
 
     def __init__(self, run: Run[ConfigT], data: ClassData, facts: Json) -> None:
         config, console = run.config, run.console
@@ -191,7 +191,7 @@ class _ClassifierTraining:
         self.classifier = Classifier(self.model, data.classes, config.loss, side, {}, data.val.reading.decoder)
 
     def job(self, outputs: engine.Outputs) -> engine.TrainJob:
-        """Return what the engine has to do."""
+        """Return the engine's job."""
         config, data, world, model = self.config, self.data, self.world, self.model
         if world.leads:
             self.folder.update(backbone=model.report.to_dict(), **{DIGEST: None})

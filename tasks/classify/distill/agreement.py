@@ -26,7 +26,7 @@ class Agreement:
         images: the number of images.
         agreement: how often both name the same class, in percent; None where one has no head.
         token_variance: share of the variance of the teacher's tokens after the final norm, around their mean per
-            channel, that the student's give back: 1 is equal, below 0 worse than the mean; None for other shapes.
+            channel, that the student's tokens explain: 1 is equal, below 0 worse than the mean; None for other shapes.
         kl: mean Kullback-Leibler divergence of the student's classes from the teacher's, in nats; see `divergence`.
     """
 
@@ -40,7 +40,7 @@ class Agreement:
         return asdict(self)
 
     def metrics(self) -> dict[str, float]:
-        """Return what is known of how near they are, by name."""
+        """Return the known scores of the agreement by name."""
         return {name: value for name, value in asdict(self).items() if value is not None and name != "images"}
 
 

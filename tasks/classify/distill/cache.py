@@ -41,18 +41,18 @@ from tasks.classify.distill.data import augmentation_of
 from tasks.classify.distill.losses import NetworkOutputs
 
 FOLDER = "teacher"
-# Bytes of a shard at most, which a killed run computes again, and how many maps of shards are open at once.
+# Most bytes of a shard, which a killed run computes again, and most memory maps that are open together.
 SHARD, OPEN = 2**28, 256
-# How many entries of an older cache a rank computes again, to see that they are the same; cosine they must reach.
+# Entries of an older cache that a rank recomputes to check them, and the cosine that they must reach.
 SPOT_CHECKS, SPOT_COSINE = 8, 0.999
-# What the names of targets begin with in a batch.
+# Prefix of the targets' names in a batch.
 PREFIX = "teacher."
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 def target_shapes(teacher: ViTConfig, losses: Losses) -> Shapes:
-    """Return the shapes of what is kept of one image, by the names of `NetworkOutputs`."""
+    """Return the shapes of one image's targets, by the names of `NetworkOutputs`."""
     width, patches = teacher.size.width, teacher.grid[0] * teacher.grid[1]
     shapes: Shapes = {"tokens": (patches + teacher.has_class_token, width)} if losses.tokens else {}
     if losses.representation:
@@ -73,7 +73,7 @@ def target_shapes(teacher: ViTConfig, losses: Losses) -> Shapes:
 
 
 def count_values(shapes: Shapes) -> int:
-    """Return how many numbers an entry has."""
+    """Return the number of values of an entry."""
     return sum(math.prod(shape) for shape in shapes.values())
 
 
@@ -100,7 +100,7 @@ class TargetCache:
         run: the run's folder.
         config: the run's config, with a number of views.
         network: the teacher.
-        teacher: returns what it computes for a batch.
+        teacher: returns the teacher's outputs for a batch.
         images: the training images.
         world: this rank.
         console: receives messages about long and repeated work.
@@ -137,7 +137,7 @@ class TargetCache:
         self._open = lru_cache(OPEN)(partial(np.load, mmap_mode="r"))
 
     def check_space(self) -> None:
-        """Say how large the cache becomes. Raises `DpnError` where the disk has less space than is missing."""
+        """Log the size of the cache. Raises `DpnError` if the disk has too little space for it."""
         folder = next(place for place in (self.folder, *self.folder.absolute().parents) if place.is_dir())
         missing = sum(len(entries) for number, entries in enumerate(self.shards) if not self._file(number).is_file())
         total, needed = (2 * self.values * count for count in (self.entries, missing))
@@ -153,9 +153,9 @@ class TargetCache:
             self.console.info(f"{contents} takes {total / 1e9:.3g} GB in {self.folder} until the run has finished")
 
     def fill(self) -> None:
-        """Compute what is not there yet; ranks share the work, and finished shards are kept whatever happens.
+        """Compute the missing shards; ranks share the work, and finished shards survive a stop.
 
-        A cache of something else and damaged shards are reported and computed again. Raises `DpnError` where the disk
+        A cache of another training and damaged shards are logged and recomputed. Raises `DpnError` if the disk
         is too small, `DataError` for an unreadable image unless the config skips them, for images that have changed
         and for targets that float16 does not hold, and `StoppedError` when a signal asks to stop.
         """
@@ -207,7 +207,7 @@ class TargetCache:
         return torch.from_numpy(values)
 
     def delete(self) -> None:
-        """Free the disk."""
+        """Delete the files."""
         self._open.cache_clear()
         if self.world.leads:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -216,7 +216,7 @@ class TargetCache:
         return self.folder / f"targets-{number:05d}.npy"
 
     def _prepare_folder(self) -> None:
-        """Make the folder, or clear one of something else."""
+        """Make the folder; clear a cache of another training."""
         path = self.folder / "cache.json"
         if read_object(path) != self.facts:
             if any(self.folder.glob("*.npy")):
@@ -233,7 +233,7 @@ class TargetCache:
             return False
 
     def _check_some(self, complete_shards: Sequence[int]) -> None:
-        """Compute a few entries of older shards again. Raises `DataError` where something else comes out."""
+        """Recompute a few entries of older shards. Raises `DataError` if they differ."""
         if not complete_shards:
             return
         shards = [
@@ -250,7 +250,7 @@ class TargetCache:
             )
 
     def _compute(self, numbers: Sequence[int]) -> None:
-        """Compute shards, each in batches of its own: its bytes do not depend on what else is computed."""
+        """Compute shards in separate batches, so that their bytes do not depend on the other shards."""
         step, last_message_time, rows = self.config.eval_batch_size, time.monotonic(), list[Tensor]()
         parts = [
             (number, self.shards[number][start : start + step])
@@ -271,7 +271,7 @@ class TargetCache:
     def _teacher_outputs(
         self, batches: Iterable[Sequence[int]], workers: int | None = None
     ) -> Generator[Tensor, None, None]:
-        """Yield what is kept of batches of entries, (b, values) in float16. Raises as `fill` does."""
+        """Yield the targets of batches of entries, (b, values) in float16. Raises as `fill` does."""
         config, world, images = self.config, self.world, len(self.images.labels)
         workers = count_workers(config.runtime.workers, world.device, world.local_ranks) if workers is None else workers
         items = ([(entry // images, entry % images, entry % images) for entry in part] for part in batches)

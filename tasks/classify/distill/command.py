@@ -97,7 +97,7 @@ def describe(result: Json) -> str:
 
 
 def _check(run: Run[DistillConfig], teacher: Classifier, images: DistillSplits, *, dry_run: bool) -> None:
-    """Check batch and images, and that a resumed run meets the images and the teacher that it began with."""
+    """Check batch and images, and that a resumed run has its first images and teacher. Raises `DpnError`."""
     config, folder, world = run.config, run.folder, run.world
     check_divides(config.batch_size, config.runtime.micro_batch_size, world)
     check_stages(config)

@@ -149,7 +149,7 @@ class Losses(Section):
 
 
 class DistillConfig(SweepConfig):
-    """All that ``dpn distill`` does."""
+    """Config of ``dpn distill``."""
 
     backbone: Student = Student()
     teacher: Annotated[
@@ -240,7 +240,7 @@ def resolve(
     """Merge the layers over the config of the data: the demo's without data and teacher, else the usual one.
 
     A student from scratch has only the logits of a teacher of another width to learn from.
-    Raises `DpnError` as `merge_layers` does, and where there is a teacher and nothing to show it.
+    Raises `DpnError` as `merge_layers` does, and for a teacher without images.
     """
     file, command = read_config(config_file) if config_file else {}, merge(flags, settings)
     explicit_source = last_given("data", "source", file, command)

@@ -1,4 +1,4 @@
-"""The images of a distillation: those to train on, those to compare on, and labelled ones to score on."""
+"""Images of a distillation: for training, for comparison with the teacher, and labelled ones for scores."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ from tasks.classify.distill.config import DistillConfig
 from tasks.classify.evaluate import match_classes
 from tasks.classify.preflight import decode_some
 
-# DistillData on which a stem is fitted and the spread of the teacher's tokens is measured.
+# Images on which a stem is fitted and the spread of the teacher's tokens is measured.
 FITTED_ON = 512
 
 
 @dataclass(frozen=True)
 class DistillSplits:
-    """DistillData without labels, and `val`, labelled ones, with the teacher's outputs for their `classes` in
-    `columns`.
+    """Images without labels, and labelled ones in `val`; `columns` are the teacher's outputs for `classes`.
 
     `columns` is None where the outputs are the classes in their order, `val` where there are no labels.
     """
@@ -41,7 +40,7 @@ class DistillSplits:
     columns: Tensor | None
 
     def parts(self) -> dict[str, LabelledImages]:
-        """Return the parts that there are, by name."""
+        """Return the splits that exist, by name."""
         parts = {"train": self.train, "held_out": self.held_out}
         return parts if self.val is None else {**parts, "val": self.val}
 
@@ -55,14 +54,14 @@ class DistillSplits:
             decode_some(part, skip_bad)
 
     def sample(self, transform: Transform, skip_bad: bool) -> Tensor:
-        """Return some training images (n, 3, h, w) as uint8, the same ones whatever the order of the folder."""
+        """Return some training images (n, 3, h, w) as uint8, the same ones for any order of the folder."""
         rows = sorted(hash_order(self.train)[:FITTED_ON])
         with stream(self.train, transform, 64, rows=rows, workers=0, skip_bad=skip_bad) as parts:
             return torch.cat([part.images for part in parts if len(part.images)])
 
 
 def check_count(option: str, images: int, batch_size: int) -> None:
-    """Raise `DataError` where there are fewer images to train on than a batch; `given` is the option that says so."""
+    """Raise `DataError` for fewer training images than a batch; `option` names their source in the message."""
     if images < batch_size:
         raise DataError(
             f"{option}: {count_noun(images, 'image')} to train on, fewer than one batch of {batch_size}; use "
@@ -108,7 +107,7 @@ def open_images(config: DistillConfig, classes: Sequence[str] | None, console: C
 
 
 def augmentation_of(config: DistillConfig, size: tuple[int, int]) -> Augmentation:
-    """Return how training images become images of `size`, for teacher and student."""
+    """Return the augmentation of training images to `size`, for teacher and student."""
     data = config.data
     return Augmentation(
         size,

@@ -1,4 +1,4 @@
-"""The dry run of a distillation: its two stages, or the one that there is."""
+"""Dry run of a distillation: its two stages, or its only stage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def dry_run_stages(distillation: Distillation) -> list[Cost]:
     stages = {stage: f"{stage} weights" if config.stem_steps else "" for stage in steps if steps[stage]}
     start, _ = distillation.new_student()
     name, weights = summarize_network(start)
-    # What is there until the end: the weights of the stages before, and the targets.
+    # Retained until the end: the weights of earlier stages, and the targets.
     remaining = 2 * weights + (2 * cache.values * cache.entries if cache else 0)
     costs = []
     for stage, part in stages.items():
@@ -48,7 +48,7 @@ def _scene(distillation: Distillation, start: Backbone, stage: str, steps: int) 
 
 
 def _sampled(distillation: Distillation, student: Backbone) -> Sampled:
-    """Return the comparison of student and teacher on a batch of every rank, which stands for scoring both as well."""
+    """Return the comparison with the teacher on one batch per rank, which also stands for the scores of both."""
     config, images, world, teacher_classifier = (
         distillation.config, distillation.images, distillation.world, distillation.teacher_classifier
     )  # fmt: skip

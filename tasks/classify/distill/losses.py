@@ -18,12 +18,12 @@ from dpn_cli.weights.backbone import Backbone
 from tasks.classify.distill.config import Losses
 
 NetworkOutputs = dict[str, Tensor]
-"""What a network computed, by name: ``tokens`` (b, t, d) after the final norm, ``tokens.K`` after the K-th pair of
+"""Outputs of a network by name: ``tokens`` (b, t, d) after the final norm, ``tokens.K`` after the K-th pair of
 blocks, ``representation`` (b, d), ``logits`` (b, classes), and ``attention.K`` (b, heads, t, t) before the softmax."""
 
 
 class ObservedNetwork(nn.Module):
-    """A ViT that returns all that `losses` compares, from one forward pass.
+    """A ViT that returns the outputs of one forward pass for `losses`.
 
     `blocks` are those whose tokens and attention are compared, in the order of the pairs of ``losses.layers``; without
     pairs the attention is that of the last block.
@@ -41,7 +41,7 @@ class ObservedNetwork(nn.Module):
                 network.blocks[block].attn.register_forward_pre_hook(partial(self._see_attention, pair))
 
     def forward(self, image: Tensor) -> NetworkOutputs:
-        """Map images (b, 3, h, w) in the network's input range to what is compared."""
+        """Map images (b, 3, h, w) in the network's input range to the outputs to compare."""
         self._recorded = {}
         network, losses = self.network, self.losses
         tokens = network.forward_features(image)
@@ -64,7 +64,7 @@ class ObservedNetwork(nn.Module):
         self._recorded[f"attention.{pair}"] = attention.scale * q @ k.transpose(-2, -1)
 
     def freeze_unused(self) -> None:
-        """Stop the training of what nothing is computed from: head and pooling, where the losses leave them out."""
+        """Freeze head and pooling if no loss depends on them."""
         unseen = [] if self.losses.logits else ["head."]
         unseen += [] if self.losses.logits or self.losses.representation else ["fc_norm.", "attn_pool.", "pre_logits."]
         for name, parameter in self.network.named_parameters():
@@ -73,7 +73,7 @@ class ObservedNetwork(nn.Module):
 
 
 def inputs_of(network: Backbone, batch: Batch) -> Tensor:
-    """Return the images of a batch (b, 3, h, w) in the network's input range, mixed where the batch says so."""
+    """Return the images of a batch (b, 3, h, w) in the network's input range, mixed if the batch has a mix."""
     image = network.normalize(batch["image"])
     return blend(image, network.normalize(batch["other_image"]), batch["mix"]) if "mix" in batch else image
 
@@ -105,11 +105,11 @@ class Distance:
     """The engine's loss of a batch: how far the student is from the teacher on the same images.
 
     Args:
-        teacher: returns what the teacher computes for a batch, without gradients; see `ObservedNetwork`.
+        teacher: returns the teacher's outputs for a batch, without gradients; see `ObservedNetwork`.
         student: normalises the student's images.
-        losses: the weight of each part.
+        losses: the weight of each term.
         deviations: standard deviations (d,) of the teacher's tokens per channel, by the names of `NetworkOutputs`.
-        loss: what the teacher's logits were trained with.
+        loss: the loss that trained the teacher's logits.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Distance:
         return self.between({name: value.float() for name, value in theirs.items()}, ours)
 
     def between(self, teacher_outputs: NetworkOutputs, student_outputs: NetworkOutputs) -> Tensor:
-        """Return the weighted sum of the parts; tokens and attention are means over their places in the network."""
+        """Return the weighted sum of the terms; tokens and attention are means over the compared layers."""
         losses, parts = self.losses, list[Tensor]()
         places = [name for name in teacher_outputs if name.startswith("tokens")]
         for name in places:

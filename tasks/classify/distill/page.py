@@ -14,7 +14,7 @@ STAGES = {"start": "before the first step", "stem": "after the stem's stage", "a
 
 
 def findings(run: RunRecord) -> Findings:
-    """Return what a page shows of a run of ``dpn distill``; its score is how often both choose the same class."""
+    """Return the page's content for a run of ``dpn distill``; its score is the agreement in percent."""
     result = run.result
     if "stages" not in result:
         return Findings("agreement", {}, [], WATCHED)

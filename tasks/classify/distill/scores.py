@@ -72,7 +72,7 @@ class DistillScorer:
             )
 
     def describe_teacher(self) -> Json:
-        """Return what is known of the teacher: its place, digest and shape."""
+        """Return the teacher's source, digest and shape."""
         report, vit_config = self.teacher_classifier.model.report, self.teacher_classifier.model.config
         return {
             "source": report.source,

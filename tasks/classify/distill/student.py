@@ -1,4 +1,4 @@
-"""Teacher and student: how the one is loaded, what the other begins with, and where they do not fit each other."""
+"""Teacher and student: loading, the student's first weights, and checks that the two fit each other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tasks.classify.distill.config import DistillConfig, Start, Student
 
 # Share of the stem's stage in which the norms of `anneal` come in.
 ANNEALED = 0.8
-# Stream of a student's first weights. Of the seed itself, they could be those that its teacher was pre-trained from.
+# Stream of a student's first weights. The seed's own stream may be that of the teacher's first weights.
 DRAW = 8
 
 
@@ -45,7 +45,7 @@ def load_teacher(config: DistillConfig) -> Classifier:
 
 
 def describe_resize(teacher: Classifier) -> str | None:
-    """Say that a teacher is asked at another image size than its own; None at its own."""
+    """Return a warning for a teacher at another image size than its own; None at its own."""
     changes = [change for change in teacher.model.report.resized if change.startswith("pos_embed")]
     if not changes:
         return None
@@ -57,10 +57,10 @@ def describe_resize(teacher: Classifier) -> str | None:
 
 
 def with_teacher_defaults(config: DistillConfig, teacher: Classifier) -> DistillConfig:
-    """Return the config with what it leaves to the teacher: how images are cropped and mirrored, and the start.
+    """Return the config with the teacher's defaults: crop and flip of images, and the start.
 
-    A teacher that takes images whole was trained on whole ones, and one whose file tells of no mirrored images may
-    read digits. Raises `DpnError` as `start_of` does.
+    A teacher that takes images whole was trained on whole ones; a teacher that was trained without flips may read
+    digits. Raises `DpnError` as `start_of` does.
     """
     data, teacher_data = config.data, (teacher.facts.get("config") or {}).get("data") or {}
     crop = data.crop or ("whole" if teacher.resize_side is None else "inception")
@@ -79,7 +79,7 @@ def as_classifier(config: DistillConfig, teacher: Classifier, model: Backbone) -
 
 
 def start_of(student: Student, teacher: Backbone) -> Start:
-    """Return what a student begins with: as the config says, or the nearest that the teacher allows.
+    """Return the start of a student: the config's, or a default that the teacher allows.
 
     Raises `DpnError` where a stem cannot be fitted.
     """
@@ -97,7 +97,7 @@ def start_of(student: Student, teacher: Backbone) -> Start:
 
 
 def new_student(config: DistillConfig, teacher: Backbone, images: Batches) -> tuple[Backbone, dict[str, Any]]:
-    """Return the student before its first step, and what was fitted, on `images` (b, 3, h, w) of uint8 pixels.
+    """Return the student before its first step, and the report of the fit on `images` (b, 3, h, w), uint8.
 
     With the teacher's own stem and norms the student is the teacher, bit for bit.
     """
@@ -147,21 +147,21 @@ def reload_student(config: DistillConfig, place: str, classes: int) -> Backbone:
 
 
 def gate_stem_norms(network: Backbone) -> None:
-    """Let the norms of the stem come in gradually, so that the network begins as the plain one whose weights it has."""
+    """Gate the stem's norms, which come in gradually: the network starts as the plain one with its weights."""
     for holder, slot in _stem_norms(network):
         if not isinstance(norm := getattr(holder, slot), nn.Identity):
             setattr(holder, slot, GradualNorm(norm, ANNEALED))
 
 
 def remove_gates(network: Backbone) -> None:
-    """Put the norms themselves in the place of their gates, which are open after the stage."""
+    """Replace the gates, which are open after the stage, by their norms."""
     for holder, slot in _stem_norms(network):
         if isinstance(gate := getattr(holder, slot), GradualNorm):
             setattr(holder, slot, gate.norm)
 
 
 def _stem_norms(network: Backbone) -> tuple[tuple[nn.Module, str], ...]:
-    """Return the places of a stem's norms: modules and the names that the norms have there."""
+    """Return the locations of a stem's norms: modules and attribute names."""
     return (network.patch_embed, "norm_in"), (network.patch_embed, "norm"), (network, "norm_posemb")
 
 

@@ -1,4 +1,4 @@
-"""The training of one student: its start, the stage of its stem, that of all weights, and what came of it."""
+"""Training of one student: its start, the stage of its stem, the stage of all weights, and the result."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ from tasks.classify.predictions_file import save_scores
 from tasks.classify.preflight import interval
 
 Json = dict[str, Any]
-# A channel of the teacher's tokens that hardly varies counts as if it did this much of what the others do.
+# Least deviation of a channel of the teacher's tokens, as a fraction of the root of the channels' mean variance.
 LEAST_DEVIATION = 0.01
 
 
 class Distillation:
-    """One student and what it learns from; a stage that is finished is not trained again.
+    """Training of one student by its teacher; a finished stage is not trained again.
 
-    The stages are ``start`` (no step), ``stem`` and ``all``. Each leaves its weights, and a note of how near the
-    student was to its teacher after it.
+    The stages are ``start`` (no step), ``stem`` and ``all``. Each saves its weights, and a note of the
+    student's agreement with its teacher.
     """
 
     def __init__(self, run: Run[DistillConfig], teacher: Classifier, images: DistillSplits) -> None:
@@ -65,7 +65,7 @@ class Distillation:
         self.skipped: list[int] = []
 
     def train(self) -> Json:
-        """Train what is not trained yet, score it, and return the result, which is written to the folder too."""
+        """Train the unfinished stages, score the student, write the result to the folder, and return it."""
         first, previous_stage = 0, "start"
         stem = self.config.stem_steps
         stages = {"stem": stem, "all": self.config.schedule.steps - stem}
@@ -93,7 +93,7 @@ class Distillation:
         return result
 
     def _initialize_student(self) -> None:
-        """Make the student as it is before its first step, unless it is there."""
+        """Make and save the student before its first step, unless it is saved already."""
         if self._stage_note("start") is None:
             student, fitted = self.new_student()
             if self.config.backbone.start == "anneal":
@@ -109,7 +109,7 @@ class Distillation:
         return student, fitted
 
     def _ready(self, stage: str, previous_stage: str, steps: int) -> tuple[DistillConfig, Backbone, Path]:
-        """Return the config of a stage, the student as the stage `before` left it, and the folder of its log."""
+        """Return the config of a stage, the student after `previous_stage`, and the folder of its log."""
         student = reload_student(self.config, str(self._file(previous_stage, ".safetensors")), self.teacher.num_classes)
         path = self.path if stage == "all" else self.path / stage
         if (saved := Checkpoints(path / "checkpoints")).started:
@@ -117,7 +117,7 @@ class Distillation:
         return self.of_stage(stage, student, steps), student, path
 
     def of_stage(self, stage: str, student: Backbone, steps: int) -> DistillConfig:
-        """Return the config of a stage of so many steps, after freezing what it does not train in the student."""
+        """Return the config of a stage of `steps` steps; freeze the student's weights that it does not train."""
         config = self.config.model_copy(update={"schedule": scale_schedule(self.config.schedule, steps)})
         if stage == "stem":
             config = config.model_copy(update={"lr": config.stem_lr or config.lr, "ema": None})
@@ -127,7 +127,7 @@ class Distillation:
         return config
 
     def _finish(self, stage: str, student: Backbone, result: engine.FitResult, outputs: engine.Outputs) -> None:
-        """Keep the weights of a stage that has ended, and drop the states in between."""
+        """Save the weights of a finished stage, and delete its checkpoints."""
         remove_gates(student)
         timing = {"train_seconds": round(result.seconds, 2), "wait_seconds": round(result.wait_seconds, 2)}
         self._save_stage(stage, student, {"steps": result.steps, "loss": result.loss, "timing": timing})
@@ -137,7 +137,7 @@ class Distillation:
     def job(
         self, config: DistillConfig, student: Backbone, outputs: engine.Outputs, first: int, *, dry_run: bool = False
     ) -> tuple[ObservedNetwork, engine.TrainJob]:
-        """Return the student as the engine trains it, and what the engine has to do; `dry_run` keeps no targets."""
+        """Return the observed student and the engine's job; `dry_run` caches no targets."""
         world, runtime = self.world, config.runtime
         pairs = check_pair(config, self.teacher, student)
         observed = ObservedNetwork(
@@ -185,7 +185,7 @@ class Distillation:
 
     @torch.no_grad()
     def _targets(self, batch: engine.Batch) -> NetworkOutputs:
-        """Return what the teacher computes for a batch."""
+        """Return the teacher's outputs for a batch."""
         with engine.precision_of(self.config.runtime, self.world.device):
             return self._compiled(inputs_of(self.teacher, batch))
 
@@ -202,11 +202,11 @@ class Distillation:
         return self.images.sample(self.teacher_classifier.transform, self.config.data.skip_bad_images)
 
     def _sample(self) -> Iterator[Tensor]:
-        """Yield the images on which stems are fitted, prepared as they are evaluated, a few at a time."""
+        """Yield chunks of images to fit stems on, prepared as for evaluation."""
         return iter(torch.split(self._pixels, 32))
 
     def _deviations(self) -> dict[str, Tensor]:
-        """Return the standard deviation per channel (d,) of the teacher's tokens at each place that is compared."""
+        """Return the standard deviation per channel (d,) of the teacher's tokens, for each compared output."""
         sums: dict[str, Tensor] = {}
         count = 0
         with torch.no_grad(), engine.precision_of(self.config.runtime, self.world.device):
@@ -226,7 +226,7 @@ class Distillation:
         return self.path / "stages" / f"{stage}{suffix}"
 
     def _stage_note(self, stage: str) -> Json | None:
-        """Return what a finished stage left behind; None before."""
+        """Return the note of a finished stage; None before."""
         return distributed.from_leader(read_object(self._file(stage, ".json")))
 
     def _save_stage(self, stage: str, student: Backbone, facts: Json) -> None:
