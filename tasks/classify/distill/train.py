@@ -176,12 +176,12 @@ class Distillation:
         )
 
     @cached_property
-    def _observed_student(self) -> ObservedNetwork:
+    def _observed_teacher(self) -> ObservedNetwork:
         return ObservedNetwork(self.teacher, self.config.losses, [theirs for _, theirs in self.config.losses.layers])
 
     @cached_property
     def _compiled(self) -> Callable[[Tensor], NetworkOutputs]:
-        return torch.compile(self._observed_student) if self.config.runtime.compile else self._observed_student
+        return torch.compile(self._observed_teacher) if self.config.runtime.compile else self._observed_teacher
 
     @torch.no_grad()
     def _targets(self, batch: engine.Batch) -> NetworkOutputs:
@@ -211,7 +211,7 @@ class Distillation:
         count = 0
         with torch.no_grad(), engine.precision_of(self.config.runtime, self.world.device):
             for pixels in self._sample():
-                outputs = self._observed_student(self.teacher.normalize(pixels.to(self.world.device)))
+                outputs = self._observed_teacher(self.teacher.normalize(pixels.to(self.world.device)))
                 tokens = {name: value.flatten(0, 1).double() for name, value in outputs.items() if "tokens" in name}
                 count += len(tokens["tokens"])
                 for name, value in tokens.items():
