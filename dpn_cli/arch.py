@@ -40,7 +40,7 @@ STEMS: dict[Stem, str] = {
     "affine_only": "learned scale and bias in both places, no normalisation",
     "rms": "RMSNorm in both places (no centring, no bias)",
 }
-assert tuple(STEMS) == get_args(Stem)
+assert tuple(STEMS) == get_args(Stem), "STEMS and Stem list the same names in the same order"
 
 # Normalisers of the transformer blocks; tokens are x (batch, tokens, channels).
 NORMS: dict[Norm, str] = {
@@ -57,7 +57,7 @@ NORMS: dict[Norm, str] = {
     "dtn": "dynamic token normalisation: learned mixture within and between tokens (arXiv 2112.02624)",
     "none": "no norm, as in a network whose norms were folded into the layers behind them",
 }
-assert tuple(NORMS) == get_args(Norm)
+assert tuple(NORMS) == get_args(Norm), "NORMS and Norm list the same names in the same order"
 
 # Where the norms of a block are, for its attention and its MLP (arXiv 2302.01327 Figure 1).
 PLACEMENTS: dict[Placement, str] = {

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,12 +23,9 @@ from dpn_cli.data.sources.base import LabelledImages, ShardIndex
 from dpn_cli.engine.seeds import fold
 from dpn_cli.errors import DpnError
 
-if TYPE_CHECKING:
-    from dpn_cli.data.sources.base import LabelledImages
-
 # Independent streams of random numbers: the order of shards, of a shard's images, of the images that are read together.
 SHARDS, INSIDE, TOGETHER = 1, 2, 3
-# Batches whose images are looked up at a time, where others than `ShardOrder` say which they are.
+# Batches looked up at a time where the order is given as rows instead of a `ShardOrder`.
 LOOKAHEAD_BATCHES = 64
 
 

@@ -38,8 +38,8 @@ DATA_CHANGED = "the data have changed since this comparison started; start anoth
 class SweepTrainer(Protocol):
     """Module of a task that can be swept.
 
-    It may also have ``load(config)``, which loads the weights that a trial depends on instead of its network's own, and
-    ``prepare(config, console)``, which does with all cores what all trials wait for otherwise.
+    Optional: ``load(config)`` loads the weights to check when they are not the network's own (a teacher, a frozen
+    tower). ``prepare(config, console)`` does work that all trials share, before processes start.
     """
 
     def run(self, config: Any, launch: LaunchOptions, console: Console) -> Result | None:
@@ -66,7 +66,7 @@ class SweepRunner:
     scores: Sequence[str]
 
     def run(self, config: SweepConfig, launch: LaunchOptions, console: Console) -> Result | None:
-        """Train and return the result of the sweep; None on ranks that do not lead and after a dry run.
+        """Train and return the result; None on ranks that do not lead, for ``--trial``, and after a dry run.
 
         All networks are loaded before anything is trained. A trial that runs out of memory or diverges is noted in the
         result and tried again when the sweep is resumed; everything else raises `DpnError`.

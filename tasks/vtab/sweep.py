@@ -110,7 +110,7 @@ def _dispatch(run: Run[VtabConfig], data: Mapping[Task, TaskData], launch: Launc
             continue
         for trial_part in trial_parts if len(task_parts) < backend.slots else ():
             same = (trial_part.network, trial_part.task) == (part.network, part.task)
-            if same and trial_part.lr is not None and trials.unfinished(trial_part.lr, trial_part.seed):
+            if same and trial_part.lr is not None and trials.is_unfinished(trial_part.lr, trial_part.seed):
                 dependencies.append(trial_part.name(config))
                 works.append(Work(dependencies[-1], (*line, str(parts.index(trial_part))), network=part.network))
         works.append(Work(part.name(config), (*line, str(parts.index(part))), tuple(dependencies), part.network))

@@ -78,7 +78,7 @@ class TaskSweep:
         """Yield one trial, unless it has finished."""
         yield from self._unfinished([self._trial(lr, seed)])
 
-    def unfinished(self, lr: float, seed: int) -> bool:
+    def is_unfinished(self, lr: float, seed: int) -> bool:
         """Return whether a trial is still to be trained."""
         return self._marker(self._trial(lr, seed)) is None
 

@@ -140,6 +140,13 @@ def results(project: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return output
 
 
+def test_the_examples_pass_lint(project: Path) -> None:
+    shutil.copy(ROOT / "pyproject.toml", project)
+    for check in (["check"], ["format", "--check"]):
+        result = run_program([sys.executable, "-m", "ruff", *check, "dpn_cli", "tasks"], cwd=project)
+        assert result.returncode == 0, result.stdout
+
+
 def test_a_field_with_a_flag_is_an_option(results: dict[str, Any]) -> None:
     assert results["help"] == ["Divide logits by this before the loss. \\[default: 1]"] * 2
     assert results["config"] == 4
