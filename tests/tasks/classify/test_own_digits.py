@@ -88,8 +88,8 @@ def test_the_defaults_are_as_good_as_a_bare_loop(command: str, stem: str, folder
     assert expected > 70
     assert result["top1"] > expected - 3
     output = completed.stderr.replace("\n", " ")
-    assert f"--data {folder} is not ImageNet, using config pretrain_own" in output
-    assert f"--config {command} is the paper's" in output
+    assert f"--data {folder} is not ImageNet: using config pretrain_own" in output
+    assert f"the paper's is --config {command}" in output
     assert "warning" not in output
 
 
