@@ -22,7 +22,7 @@ class Cost:
         evaluation_seconds: all evaluations of all trainings.
         cache_seconds: what is computed once for all of them.
         kept: what all trainings leave on the disk.
-        passing: what one training needs there in addition to, until it has ended.
+        passing: additional bytes on the disk until one training has ended.
         cached: the bytes of what is computed once.
     """
 

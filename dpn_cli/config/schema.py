@@ -167,7 +167,7 @@ class RunImageReading(Section):
 
 
 class PredictionFiles(Section):
-    """The files that a prediction is written to, in addition to what is printed."""
+    """Files of predictions, in addition to the printed ones."""
 
     csv: Annotated[
         Path | None, flag("--csv", help="Write a CSV table of predictions, one row per image.", panel=OUTPUT)

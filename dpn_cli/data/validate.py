@@ -34,7 +34,7 @@ CHUNK_IMAGES = 64
 
 @dataclass(frozen=True)
 class ImageRecord:
-    """Facts about one image: digest, sides in pixels, format, pixels by label, and problems in addition to decoding."""
+    """Facts about one image: digest, sides in pixels, format, pixels by label, and problems other than decoding."""
 
     digest: int
     width: int

@@ -185,7 +185,7 @@ def _state_dict(content: Any) -> tuple[dict[str, Any], list[str]]:
 
 
 def _load_plain(path: Path) -> Any:
-    """Let PyTorch read a file of tensors and plain values; timm and others store their arguments' Namespace next to."""
+    """Let PyTorch read a file of tensors and plain values; timm and others also store their arguments' Namespace."""
     try:
         with (
             warnings.catch_warnings(action="ignore"),  # about the pickle protocol of files that are refused anyway
