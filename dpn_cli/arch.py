@@ -151,11 +151,11 @@ def check_placement(placement: str) -> Placement:
     return _one_of("--placement", placement, PLACEMENTS)
 
 
-def _one_of(option: str, value: str, known: Mapping[NameT, str]) -> NameT:
-    for name in known:
+def _one_of(option: str, value: str, options: Mapping[NameT, str]) -> NameT:
+    for name in options:
         if name == value:
             return name
-    raise DpnError(f"{option} {value!r}: choose one of {'; '.join(known)}{did_you_mean(value, known)}")
+    raise DpnError(f"{option} {value!r}: choose one of {'; '.join(options)}{did_you_mean(value, options)}")
 
 
 def check_image_size(image_size: int | tuple[int, int], patch: tuple[int, int]) -> tuple[int, int]:
@@ -174,7 +174,7 @@ def check_image_size(image_size: int | tuple[int, int], patch: tuple[int, int]) 
 
 def size_name(size: Size) -> str | None:
     """Return the letter of a trunk size, or None for a size without one."""
-    return next((name for name, known in SIZES.items() if known == size), None)
+    return next((name for name, size_of_name in SIZES.items() if size_of_name == size), None)
 
 
 def nearest(text: str, allowed: Iterable[str]) -> str | None:
@@ -183,20 +183,20 @@ def nearest(text: str, allowed: Iterable[str]) -> str | None:
     None where there is no such name, or where several are as close.
     """
     close = {name: _similarity(text.casefold(), name.casefold()) for name in allowed if len(text) < 100}
-    best = [name for name, likeness in close.items() if likeness == max(close.values())]
+    best = [name for name, similarity in close.items() if similarity == max(close.values())]
     return best[0] if len(best) == 1 and close[best[0]] >= LIKE else None
 
 
 def _similarity(text: str, name: str) -> float:
     """Return how alike two names are, from 0 to 1: letters in common, of which the first counts most."""
-    alike = difflib.SequenceMatcher(None, text, name).ratio()
+    ratio = difflib.SequenceMatcher(None, text, name).ratio()
     if len(text) > 2 and any(
         difflib.SequenceMatcher(None, text, name[: len(text) + more]).ratio() >= ALMOST for more in (0, 1)
     ):
-        alike = max(alike, BEGINS)
+        ratio = max(ratio, BEGINS)
     if min(len(text), len(name)) > 3 and (text in name or name in text):
-        alike = max(alike, PART)
-    return alike if text[:1] == name[:1] or alike >= UNLIKE_AT_FIRST else 0.0
+        ratio = max(ratio, PART)
+    return ratio if text[:1] == name[:1] or ratio >= UNLIKE_AT_FIRST else 0.0
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:

@@ -101,11 +101,11 @@ class _Root(LazyGroup):
 
 def _refuse_empty(words: Sequence[str]) -> None:
     """Raise `typer.BadParameter` for an empty argument: an unset variable must not stand for a default."""
-    for before, word in zip(("dpn", *words), words, strict=False):
+    for previous_word, word in zip(("dpn", *words), words, strict=False):
         option, equals, value = word.partition("=")
-        where = option if option.startswith("--") and equals else before
+        location = option if option.startswith("--") and equals else previous_word
         if not word or (option.startswith("--") and equals and not value):
-            raise typer.BadParameter(f"nothing after {where} (is a shell variable unset?)")
+            raise typer.BadParameter(f"nothing after {location} (is a shell variable unset?)")
 
 
 def _suggest(error: typer.TyperException) -> str | None:

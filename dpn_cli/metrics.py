@@ -66,9 +66,9 @@ class Confusion:
 
     def worst(self, most: int) -> list[tuple[int, int, int]]:
         """Return the most frequent mistakes as (true, taken, images); of equal ones, those of the first classes."""
-        found = [(-images, *divmod(pair, self.classes)) for pair, images in self.pairs.items()]
-        mistakes = sorted(one for one in found if one[1] != one[2])
-        return [(true, predicted, -less) for less, true, predicted in mistakes[:most]]
+        mistakes = [(-images, *divmod(pair, self.classes)) for pair, images in self.pairs.items()]
+        mistakes = sorted(one for one in mistakes if one[1] != one[2])
+        return [(true, predicted, -negative_images) for negative_images, true, predicted in mistakes[:most]]
 
 
 @dataclass

@@ -47,7 +47,7 @@ PERCENT_DIFFERENCE = (-100.0, 100.0)
 ROUNDING = 1e-9
 
 
-def summarize(values: Sequence[float], within: tuple[float, float] = (-math.inf, math.inf)) -> Summary:
+def summarize(values: Sequence[float], bounds: tuple[float, float] = (-math.inf, math.inf)) -> Summary:
     """Summarize one value or more; the interval is clipped to `within`, the range that the quantity can take."""
     mean, n = fmean(values), len(values)
     if n < 2:
@@ -57,9 +57,9 @@ def summarize(values: Sequence[float], within: tuple[float, float] = (-math.inf,
         return Summary(tuple(values), mean, 0.0, None)
     from scipy.special import stdtrit  # which takes longer to load than all that help needs
 
-    reach = float(stdtrit(n - 1, 0.975)) * stderr
-    low, high = within
-    return Summary(tuple(values), mean, stderr, (max(low, mean - reach), min(high, mean + reach)))
+    half_width = float(stdtrit(n - 1, 0.975)) * stderr
+    low, high = bounds
+    return Summary(tuple(values), mean, stderr, (max(low, mean - half_width), min(high, mean + half_width)))
 
 
 def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> Summary:

@@ -15,8 +15,8 @@ from dpn_cli.weights.backbone import Backbone
 def patch_distances(grid: tuple[int, int], patch: tuple[int, int]) -> Tensor:
     """Return the distances (n, n) between the centres of patches in pixels, float32; n = h * w, row by row."""
     row, column = (torch.arange(count, dtype=torch.float64) * side for count, side in zip(grid, patch, strict=True))
-    places = torch.cartesian_prod(row, column)
-    return torch.cdist(places, places, compute_mode="donot_use_mm_for_euclid_dist").float()
+    positions = torch.cartesian_prod(row, column)
+    return torch.cdist(positions, positions, compute_mode="donot_use_mm_for_euclid_dist").float()
 
 
 def uniform_distance(grid: tuple[int, int], patch: tuple[int, int]) -> float:
@@ -40,11 +40,11 @@ class AttentionDistances:
     def add(self, layer: int, attention: Tensor) -> None:
         """Take attention after the softmax, (b, heads, n, n); a class token in front, 1 + n, is left out."""
         n = len(self.distances)
-        between = attention[..., -n:, -n:].float()
+        patch_attention = attention[..., -n:, -n:].float()
         # 0 / 0 where all of a row is on the class token.
-        found = (between * self.distances).sum(-1) / between.sum(-1)
-        self.sums[layer] += found.nansum((0, 2)).double().cpu()
-        self.counts[layer] += (~found.isnan()).sum((0, 2)).cpu()
+        distances = (patch_attention * self.distances).sum(-1) / patch_attention.sum(-1)
+        self.sums[layer] += distances.nansum((0, 2)).double().cpu()
+        self.counts[layer] += (~distances.isnan()).sum((0, 2)).cpu()
 
     @property
     def pixels(self) -> Tensor:
@@ -52,7 +52,7 @@ class AttentionDistances:
         return self.sums / self.counts
 
     @contextmanager
-    def watching(self, model: Backbone) -> Iterator[None]:
+    def record(self, model: Backbone) -> Iterator[None]:
         """Take the attention of every block while the network runs; the fused kernel, which hides it, is off."""
         with ExitStack() as stack:
             for layer, block in enumerate(model.blocks):

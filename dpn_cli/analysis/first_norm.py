@@ -43,13 +43,13 @@ def first_norm_maps(model: Backbone) -> dict[str, Tensor]:
     Empty for a stem without first norm and for one that learns nothing; RMSNorm has no bias.
     """
     rows, columns = model.config.patch
-    found = {}
+    maps = {}
     for name, attribute in (("scale", "weight"), ("bias", "bias")):
         values = getattr(model.patch_embed.norm_in, attribute, None)
         if isinstance(values, Tensor) and values.numel() == 3 * rows * columns:
             flat = values.detach().double().cpu().flatten()
-            found[name] = rearrange(flat, "(p q c) -> c p q", p=rows, q=columns)
-    return found
+            maps[name] = rearrange(flat, "(p q c) -> c p q", p=rows, q=columns)
+    return maps
 
 
 def regions(shape: Sequence[int]) -> dict[str, Tensor]:
@@ -61,9 +61,9 @@ def regions(shape: Sequence[int]) -> dict[str, Tensor]:
     centres, borders = [], []
     for side in shape:
         unit = max(1, round(side / 8))
-        place = torch.arange(side)
-        centres.append((place - (side - 1) / 2).abs() < unit)
-        borders.append(torch.minimum(place, side - 1 - place) < unit)
+        position = torch.arange(side)
+        centres.append((position - (side - 1) / 2).abs() < unit)
+        borders.append(torch.minimum(position, side - 1 - position) < unit)
     rows, columns = borders
     return {
         "centre": centres[0][:, None] & centres[1],

@@ -48,7 +48,7 @@ def record_activations(model: Backbone, batches: Iterable[Tensor]) -> Activation
     grid, patch = model.config.grid, model.config.patch
     attention, lengths, explained = AttentionDistances(model), TokenLengths(grid[0] * grid[1]), ExplainedVariance(model)
     images, ordinary = 0, torch.empty(0)
-    with attention.watching(model), lengths.watching(model), explained.watching(model):
+    with attention.record(model), lengths.record(model), explained.record(model):
         for pixels in batches:
             signals.check_here()
             ordinary = ordinary if images else ordinary_patch(model, pixels)

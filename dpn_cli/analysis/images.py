@@ -30,9 +30,9 @@ class SampledImages:
     """
 
     def __init__(self, source: ImageSource, most: int, workers: int | Literal["auto"], skip_bad: bool) -> None:
-        whole = open_unlabelled(source)
+        split = open_unlabelled(source)
         self.place, self.reading = source.place, source.reading
-        self.split = ImageSubset(whole, sorted(hash_order(whole)[:most]))
+        self.split = ImageSubset(split, sorted(hash_order(split)[:most]))
         self.workers, self.skip_bad = workers, skip_bad
 
     def batches(self, model: Backbone, on_progress: OnProgress = ignore_progress) -> Iterator[Tensor]:

@@ -72,19 +72,19 @@ def probe_stem(model: Backbone, ordinary: Tensor) -> list[Probe]:
     images = model.normalize(images.to(device))
     tokens = model.patch_embed(images)[:, 0].double().cpu()
     patches = cut_patches(images, model.config.patch)[:, :1]
-    after = model.patch_embed.norm_in(patches)
+    normalized = model.patch_embed.norm_in(patches)
     shape = {"p": model.config.patch[0], "q": model.config.patch[1]}
     first = tokens[0]
     return [
         Probe(
             name,
             kinds[name],
-            rearrange(after[place, 0].cpu(), "(p q c) -> c p q", **shape),
-            float(patches[place].double().std(correction=0)),
-            float(after[place].double().std(correction=0)),
-            float(tokens[place].norm()),
-            float(F.cosine_similarity(tokens[place], first, dim=0)),
-            float((tokens[place] - first).norm() / first.norm()),
+            rearrange(normalized[index, 0].cpu(), "(p q c) -> c p q", **shape),
+            float(patches[index].double().std(correction=0)),
+            float(normalized[index].double().std(correction=0)),
+            float(tokens[index].norm()),
+            float(F.cosine_similarity(tokens[index], first, dim=0)),
+            float((tokens[index] - first).norm() / first.norm()),
         )
-        for place, name in enumerate(kinds)
+        for index, name in enumerate(kinds)
     ]

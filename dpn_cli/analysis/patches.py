@@ -58,18 +58,18 @@ class ExplainedVariance:
         """Return the sum of squares that a fit on some of the features leaves."""
         products = self.products[components]
         # The pseudo-inverse: on one colour everywhere, contrast is a multiple of the constant.
-        fitted = torch.linalg.pinv(self.features[components][:, components], hermitian=True) @ products
-        rest: Tensor = self.squares - (fitted * products).sum()
-        return rest
+        coefficients = torch.linalg.pinv(self.features[components][:, components], hermitian=True) @ products
+        residual: Tensor = self.squares - (coefficients * products).sum()
+        return residual
 
     @contextmanager
-    def watching(self, model: Backbone) -> Iterator[None]:
+    def record(self, model: Backbone) -> Iterator[None]:
         """Take every image and its tokens while the network runs."""
 
-        def take(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        def add_batch(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             self.add(inputs[0], output)
 
-        hook = model.patch_embed.register_forward_hook(take)
+        hook = model.patch_embed.register_forward_hook(add_batch)
         try:
             yield
         finally:

@@ -34,7 +34,7 @@ PAPER = "arXiv 2302.01327"
 
 def sections_of(networks: Sequence[InspectionSummary]) -> list[PageSection]:
     """Return the sections of the page; the networks stand side by side in each."""
-    found = [PageSection("Networks", [*_summary_text(networks), _facts(networks)])]
+    sections = [PageSection("Networks", [*_summary_text(networks), _facts(networks)])]
     makers: dict[str, Callable[[Sequence[InspectionSummary]], list[Part]]] = {
         "Scale and bias of the first norm": _first_norm,
         "Patch projection": _projection,
@@ -46,8 +46,8 @@ def sections_of(networks: Sequence[InspectionSummary]) -> list[PageSection]:
     }
     for title, make in makers.items():
         if parts := make(networks):
-            found.append(PageSection(title, parts))
-    return found
+            sections.append(PageSection(title, parts))
+    return sections
 
 
 def _summary_text(networks: Sequence[InspectionSummary]) -> list[Part]:
@@ -147,9 +147,9 @@ def _projection(networks: Sequence[InspectionSummary]) -> list[Part]:
     for one in networks:
         sets = {"": one.values} if one.values_alone is None else {"": one.values, "without scale": one.values_alone}
         for name, values in sets.items():
-            shown = values[values > 1e-6 * values[0]].tolist()
+            visible_values = values[values > 1e-6 * values[0]].tolist()
             label = ", ".join(filter(None, (one.name if len(networks) > 1 else "", name))) or "projection"
-            series.append(Series(label, range(1, len(shown) + 1), shown))
+            series.append(Series(label, range(1, len(visible_values) + 1), visible_values))
     caption = "With the scale of the first norm where there is one: both act as their product. Zeros are left out."
     spectrum = LineChart(
         "singular_values",
@@ -187,9 +187,9 @@ def _positions(networks: Sequence[InspectionSummary]) -> list[Part]:
             "Each image is the grid of patches: how alike the positions are to the one where the image stands "
             f"({len(similarity.rows)} x {len(similarity.columns)} of them are shown)."
         )
-        title, across = _title(one, "similarity of position embeddings", networks), len(similarity.columns)
+        title, columns = _title(one, "similarity of position embeddings", networks), len(similarity.columns)
         name = f"positions{ending}"
-        return Maps(name, title, "cosine similarity", images, across, (-1.0, 1.0), caption=caption)
+        return Maps(name, title, "cosine similarity", images, columns, (-1.0, 1.0), caption=caption)
 
     series = [Series(one.name, one.similarity.distance, one.similarity.profile) for one in networks]
     profile = LineChart(
@@ -283,10 +283,14 @@ def _lengths(networks: Sequence[InspectionSummary]) -> list[Part]:
         return []
     series = []
     for one, lengths in recorded:
-        places = range(len(lengths))
-        series.append(Series(_prefix_network(one, "patches", networks), places, [place.mean for place in lengths]))
-        series.append(Series(_prefix_network(one, "largest", networks), places, [place.largest for place in lengths]))
-        with_class = [(number, place.class_token) for number, place in enumerate(lengths) if place.class_token]
+        positions = range(len(lengths))
+        series.append(
+            Series(_prefix_network(one, "patches", networks), positions, [summary.mean for summary in lengths])
+        )
+        series.append(
+            Series(_prefix_network(one, "largest", networks), positions, [summary.largest for summary in lengths])
+        )
+        with_class = [(number, summary.class_token) for number, summary in enumerate(lengths) if summary.class_token]
         if with_class:
             numbers, values = zip(*with_class, strict=True)
             series.append(Series(_prefix_network(one, "class token", networks), numbers, values))
@@ -299,15 +303,15 @@ def _lengths(networks: Sequence[InspectionSummary]) -> list[Part]:
     )
     rows: list[list[Cell]] = [
         [
-            _prefix_network(one, place.place, networks),
-            place.mean,
-            place.low,
-            place.high,
-            place.largest,
-            place.class_token,
+            _prefix_network(one, summary.stage, networks),
+            summary.mean,
+            summary.low,
+            summary.high,
+            summary.largest,
+            summary.class_token,
         ]
         for one, lengths in recorded
-        for place in lengths
+        for summary in lengths
     ]
     columns = ["after", "mean", "5 %", "95 %", "largest", "class token"]
     return [chart, Table("Lengths in numbers", columns, rows, folded=True)]

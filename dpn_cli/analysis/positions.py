@@ -37,8 +37,8 @@ def position_similarity(model: Backbone, most: int = MOST_SHOWN) -> Similarity:
     height, width = model.config.grid
     table = F.normalize(model.pos_embed.detach().double().cpu()[0], dim=1)
     rows, columns = (torch.linspace(0, side - 1, min(side, most)).round().int().tolist() for side in (height, width))
-    shown = torch.tensor([[row * width + column for column in columns] for row in rows])
-    maps = (table[shown] @ table.T).view(*shown.shape, height, width)
+    positions = torch.tensor([[row * width + column for column in columns] for row in rows])
+    maps = (table[positions] @ table.T).view(*positions.shape, height, width)
     return Similarity(rows, columns, maps, *_profile(table, height, width))
 
 
@@ -47,8 +47,8 @@ def _profile(table: Tensor, height: int, width: int) -> tuple[list[float], list[
     row, column = torch.arange(height).repeat_interleave(width), torch.arange(width).repeat(height)
     rings = int(((height - 1) ** 2 + (width - 1) ** 2) ** 0.5) + 1
     sums = torch.zeros(3, rings, dtype=torch.float64)
-    for place, vector in enumerate(table):
-        distance = ((row - row[place]).double() ** 2 + (column - column[place]) ** 2).sqrt()
+    for index, vector in enumerate(table):
+        distance = ((row - row[index]).double() ** 2 + (column - column[index]) ** 2).sqrt()
         for total, values in zip(sums, (torch.ones_like(distance), distance, table @ vector), strict=True):
             total.index_add_(0, distance.int(), values)
     count, distances, similarities = sums[:, sums[0] > 0]

@@ -52,31 +52,31 @@ class InspectionSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers as plain values for result.json; None for those that are not defined."""
-        found: dict[str, Any] = {"name": self.name, **self.facts, "left_out": self.left_out}
-        found["first_norm"] = {
+        summary: dict[str, Any] = {"name": self.name, **self.facts, "left_out": self.left_out}
+        summary["first_norm"] = {
             name: {channel: asdict(one) for channel, one in zip(CHANNELS, described, strict=True)}
             for name, described in self.described.items()
         }
-        found["projection"] = {
+        summary["projection"] = {
             "effective_rank": effective_rank(self.values),
             "singular_values": self.values.tolist(),
             "singular_values_without_scale": None if self.values_alone is None else self.values_alone.tolist(),
             "filter_shares": self.filters.shares.tolist(),
         }
         similarity = self.similarity
-        found["positions"] = {"distance_in_patches": similarity.distance, "similarity": similarity.profile}
-        found["stem_on_patches"] = [
+        summary["positions"] = {"distance_in_patches": similarity.distance, "similarity": similarity.profile}
+        summary["stem_on_patches"] = [
             {key: value for key, value in vars(probe).items() if not isinstance(value, Tensor)} for probe in self.probes
         ]
         if self.observed is not None:
-            found["images"] = self.observed.images
-            found["attention_distance"] = {
+            summary["images"] = self.observed.images
+            summary["attention_distance"] = {
                 "pixels": self.observed.distances.tolist(),
                 "of_uniform_attention": self.observed.uniform,
             }
-            found["token_lengths"] = [asdict(one) for one in self.observed.lengths]
-            found["explained_by"] = self.observed.shares
-        defined: dict[str, Any] = _defined(found)
+            summary["token_lengths"] = [asdict(one) for one in self.observed.lengths]
+            summary["explained_by"] = self.observed.shares
+        defined: dict[str, Any] = _defined(summary)
         return defined
 
 

@@ -20,7 +20,7 @@ class Lengths:
     mean over images, None where there is none yet.
     """
 
-    place: str
+    stage: str
     mean: float
     low: float
     high: float
@@ -33,25 +33,25 @@ class TokenLengths:
     """Collects the lengths of tokens while images go through a network."""
 
     patches: int
-    found: dict[str, list[Tensor]] = field(default_factory=dict)
+    lengths_by_stage: dict[str, list[Tensor]] = field(default_factory=dict)
 
-    def add(self, place: str, tokens: Tensor) -> None:
+    def add(self, stage: str, tokens: Tensor) -> None:
         """Take tokens (b, n, d), or (b, 1 + n, d) with a class token in front."""
-        self.found.setdefault(place, []).append(tokens.float().norm(dim=-1).cpu())
+        self.lengths_by_stage.setdefault(stage, []).append(tokens.float().norm(dim=-1).cpu())
 
     def summary(self) -> list[Lengths]:
         """Return the lengths at every place, in the order of the network."""
-        return [_summary(place, torch.cat(parts), self.patches) for place, parts in self.found.items()]
+        return [_summary(stage, torch.cat(parts), self.patches) for stage, parts in self.lengths_by_stage.items()]
 
     @contextmanager
-    def watching(self, model: Backbone) -> Iterator[None]:
+    def record(self, model: Backbone) -> Iterator[None]:
         """Take the tokens after the stem, with positions, after every block and after the final norm."""
         with ExitStack() as stack:
-            places = [("stem", model.patch_embed), *_blocks(model)]
+            stages = [("stem", model.patch_embed), *_blocks(model)]
             if not isinstance(model.norm, nn.Identity):
-                places.append(("final norm", model.norm))
-            for place, module in places:
-                hook = module.register_forward_hook(lambda module, inputs, output, place=place: self.add(place, output))
+                stages.append(("final norm", model.norm))
+            for stage, module in stages:
+                hook = module.register_forward_hook(lambda module, inputs, output, stage=stage: self.add(stage, output))
                 stack.callback(hook.remove)
             first = model.blocks[0].register_forward_pre_hook(
                 lambda module, inputs: self.add("with positions", inputs[0])
@@ -64,13 +64,13 @@ def _blocks(model: Backbone) -> list[tuple[str, nn.Module]]:
     return [(f"block {number}", block) for number, block in enumerate(model.blocks, 1)]
 
 
-def _summary(place: str, lengths: Tensor, patches: int) -> Lengths:
+def _summary(stage: str, lengths: Tensor, patches: int) -> Lengths:
     of_patches = lengths[:, -patches:].double()
     # torch.quantile takes 2^24 numbers at most.
     low, high = (float(of_patches.flatten().kthvalue(_rank(share, of_patches.numel()))[0]) for share in (0.05, 0.95))
     has_class_token = lengths.shape[1] > patches
     return Lengths(
-        place,
+        stage,
         float(of_patches.mean()),
         low,
         high,

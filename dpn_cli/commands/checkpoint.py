@@ -251,14 +251,14 @@ def _open(source: str, facts: FileFacts) -> Checkpoint:
     from dpn_cli.weights.convert import Facts
     from dpn_cli.weights.locate import open_checkpoint
 
-    stated = Facts(facts.eps, facts.act, facts.heads, _pair(facts.grid), facts.mean, facts.std)
-    return stated.apply(open_checkpoint(source))
+    explicit_facts = Facts(facts.eps, facts.act, facts.heads, _pair(facts.grid), facts.mean, facts.std)
+    return explicit_facts.apply(open_checkpoint(source))
 
 
 def _print_inspection(facts: dict[str, Any]) -> None:
     inputs = list(zip(facts["mean"], facts["std"], strict=True))
     low, high = ([round((edge - mean) / std, 3) for mean, std in inputs] for edge in (0, 1))
-    same = len(set(low)) == len(set(high)) == 1
+    is_shared = len(set(low)) == len(set(high)) == 1
     size = f"{facts['width']} wide, {facts['depth']} blocks, MLP {facts['mlp']}, {facts['heads']} heads"
     attention = "" if facts["attn_width"] == facts["width"] else f", attention {facts['attn_width']} wide"
     parts = [name for name in ("pre_logits", "pre_norm", "fc_norm") if facts[name]]
@@ -278,7 +278,7 @@ def _print_inspection(facts: dict[str, Any]) -> None:
         "head": f"{facts['classes']} outputs" if facts["classes"] else "none",
         "norms": f"{_norms(facts)}, eps {facts['eps']:g}",
         "activation": facts["act"],
-        "inputs": f"{low[0]:g} to {high[0]:g}" if same else f"mean {facts['mean']}, std {facts['std']}",
+        "inputs": f"{low[0]:g} to {high[0]:g}" if is_shared else f"mean {facts['mean']}, std {facts['std']}",
         "loaded at": f"{_format_pair(facts['image_size'])} pixels",
     }
     for name, value in rows.items():

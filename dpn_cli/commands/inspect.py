@@ -77,12 +77,12 @@ def inspect(options: InspectOptions, console: Console, title: str = "") -> dict[
     from dpn_cli.run import signals
     from dpn_cli.run.distributed import join, refuse_ranks
 
-    places = [place for place in (options.checkpoint, options.other) if place is not None]
+    checkpoints = [checkpoint for checkpoint in (options.checkpoint, options.other) if checkpoint is not None]
     networks: list[InspectionSummary] = []
     with signals.listen(signals.NO_RESULT), join(options.runtime.device) as world:
         refuse_ranks(world, "inspect")
-        samples, names = _sampled_images(options), _names(places)
-        models = [_open(place, options) for place in places]
+        samples, names = _sampled_images(options), _names(checkpoints)
+        models = [_open(checkpoint, options) for checkpoint in checkpoints]
         open_report(options.output_dir)
         for name, model in zip(names, models, strict=True):
             console.info(model.report.summary())
@@ -118,21 +118,21 @@ def _sampled_images(options: InspectOptions) -> SampledImages | None:
     return SampledImages(source, options.images, options.runtime.workers, options.skip_bad_images)
 
 
-def _open(place: str, options: InspectOptions) -> Backbone:
+def _open(checkpoint: str, options: InspectOptions) -> Backbone:
     from dpn_cli.run.artifact_kinds import resolve
     from dpn_cli.weights.backbone import load_backbone
     from dpn_cli.weights.locate import open_checkpoint
 
-    return load_backbone(checkpoint=open_checkpoint(resolve(place, "dpn inspect")), image_size=options.image_size)
+    return load_backbone(checkpoint=open_checkpoint(resolve(checkpoint, "dpn inspect")), image_size=options.image_size)
 
 
-def _names(places: Sequence[str]) -> list[str]:
+def _names(checkpoints: Sequence[str]) -> list[str]:
     """Return what networks are called on the page: the ends of their paths that tell them apart."""
     from dpn_cli.report.reading import unique_names
 
-    paths = [path.parent if (path := Path(place)).name == WEIGHTS else path for place in places]
+    paths = [path.parent if (path := Path(checkpoint)).name == WEIGHTS else path for checkpoint in checkpoints]
     if len(set(paths)) < len(paths):
-        raise DpnError(f"{places[1]}: the same network twice; name another one, or leave it out")
+        raise DpnError(f"{checkpoints[1]}: the same network twice; name another one, or leave it out")
     short = [path.with_suffix("") if path.is_file() else path for path in paths]
     return unique_names(short if len(set(short)) == len(short) else paths)
 

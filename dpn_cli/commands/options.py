@@ -55,9 +55,9 @@ def keys_of(schema: type[BaseModel], prefix: str = "") -> Iterator[Key]:
     for name, field in fields:
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from keys_of(field.annotation, f"{prefix}{name}.")
-        for note in field.metadata:
-            if isinstance(note, Flag):
-                yield Key(prefix + name, field, note)
+        for metadata in field.metadata:
+            if isinstance(metadata, Flag):
+                yield Key(prefix + name, field, metadata)
 
 
 def parameter_of(key: Key, default: str | None) -> Parameter:
@@ -94,8 +94,10 @@ def default_of(key: Key, schema: type[Section], variants: Sequence[Variant]) -> 
     for variant, text in defaults:
         if text != usual_default:
             labels.setdefault(text, []).append(variant.label)
-    followed = next((variant.follows for variant, text in defaults if text != usual_default and variant.follows), "")
-    prefix = f"by {followed}: " if followed else ""
+    followed_key = next(
+        (variant.follows for variant, text in defaults if text != usual_default and variant.follows), ""
+    )
+    prefix = f"by {followed_key}: " if followed_key else ""
     return prefix + "; ".join([usual_default, *(f"{', '.join(names)}: {text}" for text, names in labels.items())])
 
 
@@ -180,7 +182,7 @@ def _members(annotation: Any) -> list[Any]:
 def _typed(field: FieldInfo) -> type:
     """Return what Typer parses a field from: numbers, switches and paths as such, all else as text for the schema."""
     members = _members(field.annotation)
-    parsed = any(isinstance(note, BeforeValidator) for note in field.metadata)
+    parsed = any(isinstance(metadata, BeforeValidator) for metadata in field.metadata)
     return (
         members[0] if len(members) == 1 and members[0] in (int, float, bool, Path, list[Path]) and not parsed else str
     )

@@ -129,10 +129,10 @@ def origins_of(run: RunRecord) -> Origins:
     origins = []
     for key, value in flatten_keys(run.config):
         parts = key.split(".")
-        above = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
-        source = next((sources[parent_key].comment() for parent_key in above if parent_key in sources), "")
+        parent_keys = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+        source = next((sources[parent_key].comment() for parent_key in parent_keys if parent_key in sources), "")
         if value != defaults.get(key):
-            is_explicit = explicit_keys is not None and explicit_keys.intersection(above)
+            is_explicit = explicit_keys is not None and explicit_keys.intersection(parent_keys)
             origin = "given" if is_explicit else "given or derived" if explicit_keys is None else "derived"
             origin = f"{origin}; the config {name} has {format_value(defaults[key])}" if key in defaults else origin
         else:
@@ -146,8 +146,8 @@ def _explicit_keys_of(run: RunRecord) -> set[str] | None:
 
     None where the run does not say. The others follow from these, from the data and from the weights.
     """
-    for above in real_path(run.path).parents[:2]:
-        facts, config = read_object(above / "run.json") or {}, run_config(above / "config.yaml") or {}
+    for parent in real_path(run.path).parents[:2]:
+        facts, config = read_object(parent / "run.json") or {}, run_config(parent / "config.yaml") or {}
         if facts.get("kind") == "comparison" and "given" in facts:
             network_keys = {f"backbone.{key}" for network in config.get("compare", ()) for key in settings_of(network)}
             return {*facts["given"], "seed", *network_keys}

@@ -89,8 +89,8 @@ def _locations(experiments: Sequence[Experiment], arguments: Mapping[str, Any]) 
     weights = {}
     for group, trial in groups.items():
         arch, stem = trial.network or (None, "")
-        if not arguments["small"] and (found := find_weights(arch, [stem])):
-            weights[group] = found
+        if not arguments["small"] and (checkpoints := find_weights(arch, [stem])):
+            weights[group] = checkpoints
     weights |= parse_locations(arguments["weights"] or (), "--weights", tuple(groups), "imagenet/B-32-dpn=B-32-dpn.npz")
     settings = tuple(word for setting in arguments["set"] or () for word in ("--set", setting))
     return Locations(out, {**data_here(), **data, SCENES: str(out / SCENES)}, weights, settings)
@@ -157,7 +157,7 @@ def _write(
 
     folder = locations.out / experiment.name
     title, pages = heading(experiment, make.small), list[Path]()
-    if any(comparison.ours for comparison in compared):
+    if any(comparison.our_summary for comparison in compared):
         pages.append(write(folder, experiment, compared, make.small))
     for drawing in experiment.drawings:
         page_folder = folder / drawing.name

@@ -80,8 +80,10 @@ def score_of(run: RunRecord) -> tuple[str | None, float | None]:
     for key, metric in METRICS.items():
         if (value := score_value(result, key)) is not None:
             return metric, value
-    tested = [task_result["test"]["mean"] for task_result in result.get("tasks", {}).values() if task_result["test"]]
-    return ("mean of its tasks", fmean(tested)) if tested else (None, None)
+    test_means = [
+        task_result["test"]["mean"] for task_result in result.get("tasks", {}).values() if task_result["test"]
+    ]
+    return ("mean of its tasks", fmean(test_means)) if test_means else (None, None)
 
 
 def age(seconds: float | None) -> str:
@@ -103,13 +105,13 @@ def _print_list(rows: list[dict[str, Any]]) -> None:
         texts = (row["run"], row["status"], score, step, age(row["age_seconds"]), row["command"])
         for column, text in zip(columns.values(), texts, strict=True):
             column.append(printable(text))
-    commands, wide = columns.pop("command"), RichConsole().width
-    room = wide - width_of(columns)
+    commands, width = columns.pop("command"), RichConsole().width
+    room = width - width_of(columns)
     if room >= LEAST_COMMAND:
         columns["command"] = [folded(text, " ", room) for text in commands]
     elif room < 0:
         columns["score"] = [text.replace(", ", ",\n", 1) for text in columns["score"]]
-        longest = max(map(len, columns["run"])) + wide - width_of(columns)
+        longest = max(map(len, columns["run"])) + width - width_of(columns)
         columns["run"] = [folded(text, "/", longest) for text in columns["run"]]
     print_columns(columns, right=("score", "step", "age"))
 

@@ -53,7 +53,7 @@ def _describe(images: list[dict[str, Any]]) -> str:
 
 
 def _describe_image(result: dict[str, Any]) -> str:
-    named = ", ".join(f"{printable(entry['name'])} {entry['share']:.1%}" for entry in result["classes"][:6])
+    class_shares = ", ".join(f"{printable(entry['name'])} {entry['share']:.1%}" for entry in result["classes"][:6])
     remainder = f" and {len(result['classes']) - 6} more" if len(result["classes"]) > 6 else ""
     files = "  ".join(printable(result[name]) for name in ("labels", "overlay", "legend"))
-    return f"{printable(result['image'])}: {named}{remainder}\n  {files}"
+    return f"{printable(result['image'])}: {class_shares}{remainder}\n  {files}"

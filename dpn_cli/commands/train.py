@@ -85,7 +85,7 @@ def _launch_options(config: Any, arguments: Mapping[str, Any]) -> dict[str, Any]
     starts = launch.processes if launch.engine == "local" else f"--engine {launch.engine}"
     is_given = {starts: launch.starts_processes, f"--trial {trial}": trial is not None}
     is_given["--list-trials"] = arguments["list_trials"]
-    given_options = [option for option, was in is_given.items() if was]
+    given_options = [option for option, is_explicit in is_given.items() if is_explicit]
     if given_options and not getattr(config, "is_sweep", True):
         raise DpnError(f"{given_options[0]}: this is one training; --compare and --seeds make several")
     if len(given_options) > 1:

@@ -181,12 +181,12 @@ def dump(config: Section) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=100)
 
 
-def _put(plain: Plain, dotted: str, value: object) -> None:
-    *parents, last = dotted.split(".")
+def _put(plain: Plain, key: str, value: object) -> None:
+    *parents, last = key.split(".")
     for parent in parents:
         plain = plain.setdefault(parent, {})
         if not isinstance(plain, dict):
-            raise DpnError(f"--set {dotted!r}: {parent!r} is a value, not a section")
+            raise DpnError(f"--set {key!r}: {parent!r} is a value, not a section")
     plain[last] = value
 
 
@@ -298,9 +298,11 @@ class _Loader(_Parser):  # type: ignore[misc]  # its class is known when PyYAML 
     """PyYAML's safe loader, to which a key that is given twice in a mapping is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        inside = range(node.start_mark.index, node.end_mark.index)  # keys merged by << stand elsewhere
-        own = (key for key, _ in node.value if key.start_mark.index in inside and isinstance(key, yaml.ScalarNode))
-        for key, times in Counter(key.value for key in own if key.value != "<<").items():
+        own_positions = range(node.start_mark.index, node.end_mark.index)  # keys merged by << stand elsewhere
+        own_keys = (
+            key for key, _ in node.value if key.start_mark.index in own_positions and isinstance(key, yaml.ScalarNode)
+        )
+        for key, times in Counter(key.value for key in own_keys if key.value != "<<").items():
             if times > 1:
                 raise ValueError(f"the key {key!r} is given twice (mapping in line {node.start_mark.line + 1})")
         mapping: dict[Hashable, Any] = super().construct_mapping(node, deep)

@@ -40,8 +40,8 @@ UNPACKED = {
 
 def find_data(name: str) -> str:
     """Return the first of $DPN_DATA_DIR/NAME and ./NAME that exists, else ``"demo"``; archives have their own NAME."""
-    places = [Path(os.environ["DPN_DATA_DIR"])] if os.environ.get("DPN_DATA_DIR") else []
-    folders = (place / folder_name for place in (*places, Path()) for folder_name in (name, *UNPACKED.get(name, ())))
+    roots = [Path(os.environ["DPN_DATA_DIR"])] if os.environ.get("DPN_DATA_DIR") else []
+    folders = (root / folder_name for root in (*roots, Path()) for folder_name in (name, *UNPACKED.get(name, ())))
     return next((str(folder) for folder in folders if folder.is_dir()), DEMO)
 
 

@@ -148,21 +148,21 @@ def format_value(value: object) -> str:
     return str(yaml.safe_dump({"": value}, width=float("inf"))).partition(": ")[2].strip()
 
 
-def dump_with_sources(config: Section, sources: Mapping[str, ValueSource], stated: Mapping[str, Any]) -> str:
+def dump_with_sources(config: Section, sources: Mapping[str, ValueSource], paper_values: Mapping[str, Any]) -> str:
     """Return a config as YAML with every key resolved, each value followed by its source as a comment.
 
     Values without a source that are not among `stated`, the keys of the config's file, are marked as defaults.
     """
-    keys = {key for key, _ in flatten_keys(stated)}
+    keys = {key for key, _ in flatten_keys(paper_values)}
 
     def lines(section: Plain, prefix: str, indent: str, otherwise: str) -> Iterator[str]:
         for name, value in section.items():
             key = prefix + name
-            inside = isinstance(value, dict) and bool(value)
-            comment_text = sources[key].comment() if key in sources else "" if inside or key in keys else otherwise
-            line = f"{indent}{name}:" if inside else f"{indent}{name}: {format_value(value)}"
+            is_section = isinstance(value, dict) and bool(value)
+            comment_text = sources[key].comment() if key in sources else "" if is_section or key in keys else otherwise
+            line = f"{indent}{name}:" if is_section else f"{indent}{name}: {format_value(value)}"
             yield f"{line.ljust(COMMENT_COLUMN)}  # {comment_text}" if comment_text else line
-            if inside:  # the source of a mapping is that of all its values
+            if is_section:  # the source of a mapping is that of all its values
                 yield from lines(value, f"{key}.", f"{indent}  ", "" if comment_text else otherwise)
 
     return "\n".join(lines(config.model_dump(mode="json"), "", "", "default")) + "\n"

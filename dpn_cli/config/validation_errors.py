@@ -32,23 +32,23 @@ def explain(
 
 def _mistake(schema: type[BaseModel], plain: Mapping[str, Any], detail: Any, options: Mapping[str, str]) -> str:
     path, annotation, metadata = _locate(schema, detail["loc"])
-    dotted = ".".join(map(str, path))
-    dotted = options.get(dotted, dotted)
+    key = ".".join(map(str, path))
+    key = options.get(key, key)
     if detail["type"] == "extra_forbidden":
         unknown = ".".join(map(str, detail["loc"]))
         close = nearest_key(unknown, schema)
         return f"{unknown}: unknown key; " + (f"did you mean {close!r}?" if close else "see dpn configs show")
     if detail["type"] == "value_error":
         message = str(detail["ctx"]["error"])
-        return f"{dotted}: {message}" if dotted else message
+        return f"{key}: {message}" if key else message
     if detail["type"] == "missing" and path == detail["loc"]:  # not a place in a list
-        return f"{dotted}: missing; {describe_allowed(annotation, metadata)}"
-    if dotted.startswith("--"):  # an option is left out and never null
+        return f"{key}: missing; {describe_allowed(annotation, metadata)}"
+    if key.startswith("--"):  # an option is left out and never null
         types = (
             [part for part in get_args(annotation) if part is not NoneType] if NoneType in get_args(annotation) else []
         )
         annotation = types[0] if len(types) == 1 else annotation
-    return f"{dotted}: {refusal(_value(plain, path, detail['input']), annotation, metadata)}"
+    return f"{key}: {refusal(_value(plain, path, detail['input']), annotation, metadata)}"
 
 
 def _locate(schema: type[BaseModel], location: Sequence[int | str]) -> tuple[KeyPath, Any, tuple[Any, ...]]:
@@ -100,8 +100,8 @@ def nearest_key(unknown: str, schema: type[BaseModel]) -> str | None:
     siblings = [option_name for key, option_name in names.items() if key.rpartition(".")[0] == section]
     if name not in names.values() and (close := nearest(name, siblings)):
         return f"{section}.{close}" if section else close
-    elsewhere = name if name in names.values() else nearest(name, set(names.values()))
-    matches = [key for key, option_name in names.items() if option_name == elsewhere]
+    key_name = name if name in names.values() else nearest(name, set(names.values()))
+    matches = [key for key, option_name in names.items() if option_name == key_name]
     return matches[0] if len(matches) == 1 else None
 
 
@@ -117,26 +117,26 @@ def dotted_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def _keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in schema.model_fields.items():
         yield prefix + name
-        for inside in (field.annotation, *get_args(field.annotation)):  # a section may be null
-            if isinstance(inside, type) and issubclass(inside, BaseModel):
-                yield from _keys(inside, f"{prefix}{name}.")
+        for annotation in (field.annotation, *get_args(field.annotation)):  # a section may be null
+            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                yield from _keys(annotation, f"{prefix}{name}.")
 
 
 def refusal(value: object, annotation: Any, metadata: Iterable[Any] = ()) -> str:
     """Say what a setting of this type may be, and that `value` is not that."""
-    bare, _ = _unwrapped(annotation, ())
-    options = [option for part in _members(bare) for option in _options(part)]
+    plain_annotation, _ = _unwrapped(annotation, ())
+    options = [option for part in _members(plain_annotation) for option in _options(part)]
     close = did_you_mean(value, options) if isinstance(value, str) else ""
     infinite = isinstance(value, float) and not math.isfinite(value)
     try:
-        shown = _SHORT.repr(value)
+        shown_value = _SHORT.repr(value)
     except ValueError:  # Python prints no number of more than 4300 digits
-        shown = "a number too long to print"
+        shown_value = "a number too long to print"
     # A command line's number is text where words are allowed, too; Python reads none of more than 4300 digits.
     number = int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 4300 else value
     if isinstance(number, int) and number > MOST_INTEGER:
-        shown += f", which is above {MOST_INTEGER}"
-    return f"{describe_allowed(annotation, metadata, finite=infinite)} (got {shown}){close}"
+        shown_value += f", which is above {MOST_INTEGER}"
+    return f"{describe_allowed(annotation, metadata, finite=infinite)} (got {shown_value}){close}"
 
 
 def describe_allowed(annotation: Any, metadata: Iterable[Any] = (), *, finite: bool = False) -> str:
@@ -145,9 +145,9 @@ def describe_allowed(annotation: Any, metadata: Iterable[Any] = (), *, finite: b
     A ``Field(description=...)`` next to the type is the description; `finite` stresses that numbers have to be.
     """
     annotation, metadata = _unwrapped(annotation, tuple(metadata))
-    for note in metadata:
-        if isinstance(note, str):
-            return note
+    for constraint in metadata:
+        if isinstance(constraint, str):
+            return constraint
     members = _members(annotation)
     if len(members) > 1:
         *first, last = (describe_allowed(member, metadata, finite=finite) for member in members)
@@ -170,14 +170,14 @@ def describe_allowed(annotation: Any, metadata: Iterable[Any] = (), *, finite: b
 def _sequence(annotation: Any, metadata: tuple[Any, ...], *, finite: bool) -> str:
     parts = [describe_allowed(part, finite=finite) for part in get_args(annotation) if part is not Ellipsis]
     if get_origin(annotation) is list or get_args(annotation)[1:] == (Ellipsis,):
-        some = any(getattr(note, "min_length", 0) for note in metadata)
-        return f"a list{' of one or more' if some else ''}, each {parts[0]}"
+        is_nonempty = any(getattr(constraint, "min_length", 0) for constraint in metadata)
+        return f"a list{' of one or more' if is_nonempty else ''}, each {parts[0]}"
     count = COUNTS.get(len(parts), f"{len(parts)} values")
     return f"{count}, {'each ' + parts[0] if len(set(parts)) == 1 else ' and '.join(parts)}"
 
 
 def _bounds(metadata: Iterable[Any]) -> str:
-    bounds = {name: getattr(note, name) for note in metadata for name in WORDS if hasattr(note, name)}
+    bounds = {name: getattr(constraint, name) for constraint in metadata for name in WORDS if hasattr(constraint, name)}
     if bounds.get("le") == MOST_INTEGER:
         del bounds["le"]  # nobody comes near it
     if "ge" in bounds and "le" in bounds:
@@ -192,11 +192,11 @@ def _unwrapped(annotation: Any, metadata: tuple[Any, ...]) -> tuple[Any, tuple[A
         annotation, *notes = get_args(annotation)
         metadata += tuple(notes)
     plain: list[Any] = []
-    for note in metadata:
-        if isinstance(note, FieldInfo):
-            plain += [*note.metadata, *([note.description] if note.description else [])]
+    for constraint in metadata:
+        if isinstance(constraint, FieldInfo):
+            plain += [*constraint.metadata, *([constraint.description] if constraint.description else [])]
         else:
-            plain.append(note)
+            plain.append(constraint)
     return annotation, tuple(plain)
 
 

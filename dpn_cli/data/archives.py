@@ -72,10 +72,10 @@ def unpack(archives: Sequence[Path], layout: ArchiveLayout, out: Path, console: 
     remove_leftovers(out)
     written = sum(map(len, missing.values()))
     for archive, found in missing.items():
-        with _open_archive(archive) as opened, console.counting(archive.name, len(found)) as on_progress:
+        with _open_archive(archive) as files, console.counting(archive.name, len(found)) as on_progress:
             for entry in found:
                 signals.check_here()
-                _write(opened, entry, archive, out / entry.target)
+                _write(files, entry, archive, out / entry.target)
                 on_progress(1)
     os.sync()
     return {"written": written, "kept": sum(map(len, entries.values())) - written, "left_out": left_out}
@@ -99,8 +99,8 @@ def _count(folder: Path) -> int:
 
 
 def _members(archive: Path) -> list[zipfile.ZipInfo]:
-    with _open_archive(archive) as opened:
-        return [info for info in opened.infolist() if not info.is_dir()]
+    with _open_archive(archive) as files:
+        return [info for info in files.infolist() if not info.is_dir()]
 
 
 def _open_archive(archive: Path) -> zipfile.ZipFile:
@@ -123,7 +123,7 @@ def _check_members(archive: Path, layout: ArchiveLayout) -> list[ArchiveEntry]:
             f"{archive}: {count_noun(len(members), 'file')} of {size / 1e9:.1f} GB; {layout.name} has less than "
             f"{MOST_FILES} files and {MOST_BYTES / 1e9:.0f} GB, so this is not it, and it is not unpacked"
         )
-    entries, places = list[ArchiveEntry](), set[str]()
+    entries, relative_paths = list[ArchiveEntry](), set[str]()
     for info in members:
         name = info.filename
         if UNSAFE.search(info.orig_filename):
@@ -135,9 +135,9 @@ def _check_members(archive: Path, layout: ArchiveLayout) -> list[ArchiveEntry]:
         if info.file_size > MOST_SHRUNK * max(info.compress_size, SMALL):
             _refuse(archive, info, f"{info.compress_size} bytes that unpack to {info.file_size}")
         if match := layout.member.fullmatch(name):
-            if match[1] in places:
+            if match[1] in relative_paths:
                 _refuse(archive, info, f"the second one for {match[1]}")
-            places.add(match[1])
+            relative_paths.add(match[1])
             entries.append(ArchiveEntry(info, match[1]))
     if not entries:
         raise DataError(f"{archive}: holds nothing of {layout.name}; its archives are {layout.archives}")
@@ -149,13 +149,13 @@ def _refuse(archive: Path, info: zipfile.ZipInfo, problem: str) -> NoReturn:
 
 
 def _check_space(out: Path, entries: Sequence[ArchiveEntry]) -> None:
-    needed = sum(entry.info.file_size for entry in entries)
-    above = next(place for place in (out.absolute(), *out.absolute().parents) if place.exists())
-    free = shutil.disk_usage(above).free
-    if needed > free:
+    bytes_needed = sum(entry.info.file_size for entry in entries)
+    existing_folder = next(parent for parent in (out.absolute(), *out.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing_folder).free
+    if bytes_needed > free:
         raise SaveError(
-            f"--out {out}: the files will take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; make room, or "
-            "pass another --out"
+            f"--out {out}: the files will take {bytes_needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; make "
+            "room, or pass another --out"
         )
 
 

@@ -39,16 +39,16 @@ FILL = [128, 128, 128]
 @contextmanager
 def seed_globally(seed: int) -> Iterator[None]:
     """Seed the global random numbers of Python, NumPy and torch's CPU for the block, and restore them after it."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    saved_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
     try:
         yield
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
+        random.setstate(saved_states[0])
+        np.random.set_state(saved_states[1])
+        torch.set_rng_state(saved_states[2])
 
 
 @dataclass(frozen=True)
@@ -130,13 +130,13 @@ def make_transform(augmentation: Augmentation) -> Callable[[Image.Image], Tensor
     )
     if augmentation.crop in ("inception", "whole"):  # the image comes in its final size
         crop = Compose([RandomHorizontalFlip(0.5 * augmentation.flip)])
-    for operation in (each for transform in policy.transforms for each in getattr(transform, "ops", ())):
+    for operation in (op for transform in policy.transforms for op in getattr(transform, "ops", ())):
         if operation.aug_fn is posterize:
             operation.aug_fn = _posterized
     if by_torchvision:
         policy = AutoAugment(AutoAugmentPolicy(augmentation.policy), InterpolationMode.BILINEAR, FILL)
-    whole: Callable[[Image.Image], Tensor] = Compose([crop, policy, finish])
-    return whole
+    combined: Callable[[Image.Image], Tensor] = Compose([crop, policy, finish])
+    return combined
 
 
 def _posterized(image: Image.Image, bits: int, **others: Any) -> Image.Image:

@@ -101,22 +101,22 @@ def open_batches(
         if not workers:
             yield collated
             return
-        with closing(_Prefetcher(items, collated, device)) as ahead:
-            yield iter(ahead)
+        with closing(_Prefetcher(items, collated, device)) as prefetcher:
+            yield iter(prefetcher)
 
 
 def _split_batches(batches: Iterable[Sequence[Any]], size: int, lengths: deque[int]) -> Iterator[list[Any]]:
     for batch in batches:
         lengths.append(len(batch))
-        for begin in range(0, len(batch), size):
-            yield list(batch[begin : begin + size])
+        for start in range(0, len(batch), size):
+            yield list(batch[start : start + size])
 
 
 def _collate(examples: Sequence[Example]) -> BatchChunk:
-    good = [example for example in examples if not isinstance(example, DpnError)]
+    decoded = [example for example in examples if not isinstance(example, DpnError)]
     errors = [example for example in examples if isinstance(example, DpnError)]
     # Numbers stay lists: every tensor that a worker hands over takes an open file.
-    columns = [torch.stack(v) if isinstance(v[0], Tensor) else list(v) for v in zip(*good, strict=True)]
+    columns = [torch.stack(v) if isinstance(v[0], Tensor) else list(v) for v in zip(*decoded, strict=True)]
     return BatchChunk(columns, errors)
 
 
@@ -130,25 +130,25 @@ def _concat_chunks(
 
 
 def _concat_batch(parts: Iterator[BatchChunk], rows: int, *, pin: bool) -> CollatedBatch:
-    whole, errors, count = list[Column](), list[DpnError](), 0
+    columns, errors, count = list[Column](), list[DpnError](), 0
     for part in parts:
         errors += part.errors
         if not part.columns:
             continue
-        whole = whole or [
+        columns = columns or [
             torch.empty((rows, *column.shape[1:]), dtype=column.dtype, pin_memory=pin)
             if isinstance(column, Tensor)
             else []
             for column in part.columns
         ]
-        begin, count = count, count + len(part.columns[0])
-        for column, more in zip(whole, part.columns, strict=True):
+        start, count = count, count + len(part.columns[0])
+        for column, more in zip(columns, part.columns, strict=True):
             if isinstance(column, list):
                 column += more
             else:  # NumPy copies in this thread; torch would start others
-                np.copyto(column[begin:count].numpy(), np.asarray(more))
+                np.copyto(column[start:count].numpy(), np.asarray(more))
     return CollatedBatch(
-        [c[:count] if isinstance(c, Tensor) else torch.tensor(c, pin_memory=pin) for c in whole], errors
+        [c[:count] if isinstance(c, Tensor) else torch.tensor(c, pin_memory=pin) for c in columns], errors
     )
 
 

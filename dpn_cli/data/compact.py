@@ -40,10 +40,10 @@ class PackedStrings(Sequence[str]):
     def __getitem__(self, index: slice) -> list[str]: ...
     def __getitem__(self, index: int | slice) -> str | list[str]:
         if isinstance(index, slice):
-            return [self[place] for place in range(len(self))[index]]
-        place = range(len(self.ends))[index]
-        begin = self.ends[place - 1] if place else 0
-        return os.fsdecode(bytes(self.content[begin : self.ends[place]]))
+            return [self[position] for position in range(len(self))[index]]
+        position = range(len(self.ends))[index]
+        start = self.ends[position - 1] if position else 0
+        return os.fsdecode(bytes(self.content[start : self.ends[position]]))
 
     def arrays(self, prefix: str) -> dict[str, Any]:
         """Return what `read` makes the strings of again."""
@@ -61,8 +61,8 @@ class PackedStrings(Sequence[str]):
 class Chosen(Sequence[ItemT]):
     """Some items of a sequence, looked up when they are asked for."""
 
-    def __init__(self, whole: Sequence[ItemT], rows: Sequence[int] | Rows) -> None:
-        self.whole, self.rows = whole, pack_integers(rows)
+    def __init__(self, items: Sequence[ItemT], rows: Sequence[int] | Rows) -> None:
+        self.items, self.rows = items, pack_integers(rows)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -73,8 +73,8 @@ class Chosen(Sequence[ItemT]):
     def __getitem__(self, index: slice) -> list[ItemT]: ...
     def __getitem__(self, index: int | slice) -> ItemT | list[ItemT]:
         if isinstance(index, slice):
-            return [self.whole[row] for row in self.rows[index]]
-        return self.whole[self.rows[index]]
+            return [self.items[row] for row in self.rows[index]]
+        return self.items[self.rows[index]]
 
 
 def pack_integers(values: Any) -> array[int]:

@@ -50,14 +50,14 @@ def _fit(height: int, width: int, ratio: float, draws: list[float]) -> Box | Non
         high -= round(high * ratio) > width
     high = min(high, height)
     low = min(low, high)
-    tall = low + int(draws[0] * (high - low + 1))
+    crop_height = low + int(draws[0] * (high - low + 1))
     # Rounding may miss the area bounds by a pixel: try one pixel taller, then one shorter.
-    tall += round(tall * ratio) * tall < smallest
-    tall -= round(tall * ratio) * tall > largest
-    wide = round(tall * ratio)
-    if not (smallest <= wide * tall <= largest and 0 < wide <= width and 0 < tall <= height):
+    crop_height += round(crop_height * ratio) * crop_height < smallest
+    crop_height -= round(crop_height * ratio) * crop_height > largest
+    crop_width = round(crop_height * ratio)
+    if not (smallest <= crop_width * crop_height <= largest and 0 < crop_width <= width and 0 < crop_height <= height):
         return None
-    return int(draws[1] * (height - tall)), int(draws[2] * (width - wide)), tall, wide
+    return int(draws[1] * (height - crop_height)), int(draws[2] * (width - crop_width)), crop_height, crop_width
 
 
 def train_crop(image: Image.Image, where: str, size: Size, generator: torch.Generator, decode_mode: Decode) -> Tensor:
@@ -74,9 +74,9 @@ def train_crop(image: Image.Image, where: str, size: Size, generator: torch.Gene
         shrink = min(height / size[0], width / size[1])
         if shrink >= 2:
             image.draft("RGB", (int(image.width / shrink), int(image.height / shrink)))
-            down, across = image.height / full[0], image.width / full[1]
-            top, left = round(top * down), round(left * across)
-            height, width = max(1, round(height * down)), max(1, round(width * across))
+            scale_y, scale_x = image.height / full[0], image.width / full[1]
+            top, left = round(top * scale_y), round(left * scale_x)
+            height, width = max(1, round(height * scale_y)), max(1, round(width * scale_x))
     crop = decode(image, where, decoder_of(decode_mode))[top : top + height, left : left + width]
     if decode_mode != "fast":
         return resize(crop, size)
@@ -101,14 +101,14 @@ def eval_crop(pixels: Pixels, resize_side: int, size: Size) -> Tensor:
     top, left = (resized[0] - size[0]) // 2, (resized[1] - size[1]) // 2
     rows = area_weights(full[0], resized[0], top, size[0])
     columns = area_weights(full[1], resized[1], left, size[1])
-    needed = pixels[rows.begin : rows.end, columns.begin : columns.end]
-    width, flat = needed.shape[1], needed.reshape(len(needed), -1)
+    visible = pixels[rows.start : rows.end, columns.start : columns.end]
+    width, flat = visible.shape[1], visible.reshape(len(visible), -1)
     # Some columns in float32 at a time: all of them would take four times the memory of the image.
     step = max(LEAST_COLUMNS, FLOATS // len(flat))
     offsets = range(0, flat.shape[1], step)
     parts = (torch.from_numpy(flat[:, offset : offset + step].astype(np.float32)) for offset in offsets)
-    tall = torch.cat([rows.mix(part) for part in parts], 1).view(size[0], width, 3)
-    mixed = columns.mix(tall.transpose(0, 1).reshape(width, -1)).view(size[1], size[0], 3).permute(2, 1, 0)
+    columns_resized = torch.cat([rows.mix(part) for part in parts], 1).view(size[0], width, 3)
+    mixed = columns.mix(columns_resized.transpose(0, 1).reshape(width, -1)).view(size[1], size[0], 3).permute(2, 1, 0)
     # Weights of a third do not add up to one exactly, and a flat 255 must not become 254.
     return (mixed.contiguous() + 1e-3).clamp(0, 255).to(torch.uint8)
 
@@ -119,14 +119,14 @@ class AreaWeights(NamedTuple):
     ``shares`` (count, k) are those of the old pixels ``places`` (count, k), counted from `begin`.
     """
 
-    begin: int
+    start: int
     end: int
-    places: Tensor
+    positions: Tensor
     shares: Tensor
 
     def mix(self, pixels: Tensor) -> Tensor:
         """Return the new pixels (count, n) of old ones (end - begin, n) in float32."""
-        return F.embedding_bag(self.places, pixels, mode="sum", per_sample_weights=self.shares)
+        return F.embedding_bag(self.positions, pixels, mode="sum", per_sample_weights=self.shares)
 
 
 @lru_cache(maxsize=32)
@@ -136,9 +136,9 @@ def area_weights(old: int, new: int, first: int, count: int) -> AreaWeights:
     It is computed for the crop only: an image of 1 x 5000 would become two million pixels wide.
     """
     edges = torch.arange(first, first + count + 1, dtype=torch.float64) * (old / new)
-    begin, end = edges[:-1, None], edges[1:, None]
-    pixel = begin.floor() + torch.arange(math.ceil(old / new) + 1)
-    overlap = (torch.minimum(end, pixel + 1) - torch.maximum(begin, pixel)).clamp(min=0)
-    places = pixel.long().clamp(max=old - 1)
-    start = int(places.min())
-    return AreaWeights(start, int(places.max()) + 1, places - start, (overlap / (old / new)).float())
+    starts, end = edges[:-1, None], edges[1:, None]
+    pixel = starts.floor() + torch.arange(math.ceil(old / new) + 1)
+    overlap = (torch.minimum(end, pixel + 1) - torch.maximum(starts, pixel)).clamp(min=0)
+    positions = pixel.long().clamp(max=old - 1)
+    start = int(positions.min())
+    return AreaWeights(start, int(positions.max()) + 1, positions - start, (overlap / (old / new)).float())

@@ -48,8 +48,8 @@ class ReadOptions:
     def versions(self) -> dict[str, str]:
         """Return the libraries that decode, with versions: the entry of a result file."""
         pillow = f"pillow {metadata.version('pillow')}"
-        exact = f"simplejpeg {metadata.version('simplejpeg')}"
-        return {"jpeg": exact if self.decoder == "exact" else pillow, "other": pillow}
+        decoder_version = f"simplejpeg {metadata.version('simplejpeg')}"
+        return {"jpeg": decoder_version if self.decoder == "exact" else pillow, "other": pillow}
 
 
 DEFAULT_READ_OPTIONS = ReadOptions()
@@ -76,8 +76,10 @@ def inside(root: Path, name: str, where: str) -> Path:
     """
     path = root / name
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        whole = Path(os.path.normpath(Path.cwd() / path))
-        if not any(whole.is_relative_to(folder) for folder in (os.path.normpath(Path.cwd() / root), real_path(root))):
+        absolute = Path(os.path.normpath(Path.cwd() / path))
+        if not any(
+            absolute.is_relative_to(folder) for folder in (os.path.normpath(Path.cwd() / root), real_path(root))
+        ):
             raise DataError(
                 f"{where}: {name} is not in the folder of the data, {root}; name a folder that holds all files"
             )
@@ -133,10 +135,10 @@ def decode(image: Image.Image, where: str, decoder: Decoder = "exact") -> Pixels
     """
     try:
         with image:
-            if (stored := _stored_pixels(image)) is not None:
-                return stored
-            if decoder == "exact" and (exact := _jpeg_pixels(image)) is not None:
-                return exact
+            if (pixels := _stored_pixels(image)) is not None:
+                return pixels
+            if decoder == "exact" and (pixels := _jpeg_pixels(image)) is not None:
+                return pixels
             image.load()
             if image.mode.startswith("I"):  # PIL would clip 16-bit values instead of scaling them
                 grey = (np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8)
@@ -157,8 +159,8 @@ def _jpeg_pixels(image: Image.Image) -> Pixels | None:
 
     TensorFlow's default is libjpeg's fast integer DCT with smooth chroma; Pillow has the accurate DCT.
     """
-    drafted = getattr(image, "decoderconfig", ())
-    if not isinstance(image, JpegImageFile) or image.mode not in ("L", "RGB") or drafted or image.fp is None:
+    decoder_config = getattr(image, "decoderconfig", ())
+    if not isinstance(image, JpegImageFile) or image.mode not in ("L", "RGB") or decoder_config or image.fp is None:
         return None
     image.fp.seek(0)
     try:

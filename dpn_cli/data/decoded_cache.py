@@ -22,10 +22,10 @@ def local_cache_dir(run: Path, started: str) -> Path | None:
     folder = Path(tempfile.gettempdir()) / f"dpn-{os.getuid()}-{name}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        mine = folder.lstat().st_uid == os.getuid() and folder.is_dir() and not folder.is_symlink()
+        is_own = folder.lstat().st_uid == os.getuid() and folder.is_dir() and not folder.is_symlink()
     except OSError:
         return None
-    return folder if mine else None
+    return folder if is_own else None
 
 
 def decode_once(path: Path | None, decode: Callable[[], PixelSet]) -> PixelSet:
@@ -35,25 +35,25 @@ def decode_once(path: Path | None, decode: Callable[[], PixelSet]) -> PixelSet:
     """
     if path is None:
         return decode()
-    images, rest = path.with_name(f"{path.name}.npy"), path.with_name(f"{path.name}.npz")
+    images, arrays_file = path.with_name(f"{path.name}.npy"), path.with_name(f"{path.name}.npz")
     with claimed(path, on_wait=lambda: None):
-        if not rest.is_file():
+        if not arrays_file.is_file():
             pixels = decode()
             try:
                 replace_file(images, lambda file: _write(file, pixels.images.numpy()))
-                replace_file(rest, lambda file: _write(file, pixels.labels.numpy(), pixels.skipped, pixels.rows))
+                replace_file(arrays_file, lambda file: _write(file, pixels.labels.numpy(), pixels.skipped, pixels.rows))
             except SaveError:
                 images.unlink(missing_ok=True)
                 return pixels
-    with np.load(rest) as arrays:
+    with np.load(arrays_file) as arrays:
         labels, skipped, rows = (arrays[name] for name in arrays.files)
     mapped = np.load(images, mmap_mode="c")  # pages of the file until they are written to
     return PixelSet(torch.from_numpy(mapped), torch.from_numpy(labels), int(skipped), tuple(rows.tolist()))
 
 
 def _write(file: Path, array: np.ndarray, *more: object) -> None:
-    with file.open("wb") as opened:
+    with file.open("wb") as file_object:
         if more:
-            np.savez(opened, array, *[np.asarray(each, dtype=np.int64) for each in more])
+            np.savez(file_object, array, *[np.asarray(item, dtype=np.int64) for item in more])
         else:
-            np.save(opened, array)
+            np.save(file_object, array)

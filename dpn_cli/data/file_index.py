@@ -75,40 +75,40 @@ def _stamp(path: str) -> tuple[int, int, int]:
     return status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
-def index_files(root: Path, within: Sequence[str] = ("",)) -> FileIndex:
+def index_files(root: Path, subfolders: Sequence[str] = ("",)) -> FileIndex:
     """List the images in and below some folders of `root`.
 
     A list of many images is kept below `home`, until one of the folders changes. An image that was written to in its
     place is noticed when it is opened, or in a sample. Says every ten seconds how many were found. Raises `DataError`
     for a folder that cannot be read, `StoppedError` when a signal asks to stop.
     """
-    file = _index_path(root, within)
-    if file and (saved_index := _load(file, root, within)) is not None:
+    file = _index_path(root, subfolders)
+    if file and (saved_index := _load(file, root, subfolders)) is not None:
         return saved_index
-    start_time, shown = time.time_ns(), time.monotonic()
+    start_time, last_shown = time.time_ns(), time.monotonic()
     listing, folders = FileIndex(), _FolderStamps()
-    for folder in within:
-        before = len(listing.names)
+    for folder in subfolders:
+        count_before = len(listing.names)
         for name, size in iter_files(str(root / folder), f"{folder}/" if folder else "", SUFFIXES, folders):
             signals.check_here()
             listing.names.append(name)
             listing.sizes.append(size)
-            if time.monotonic() - shown >= LINE_EVERY:
-                shown = time.monotonic()
+            if time.monotonic() - last_shown >= LINE_EVERY:
+                last_shown = time.monotonic()
                 print_message(f"{root}: {len(listing.names)} images found")
-        listing.counts.append(len(listing.names) - before)
+        listing.counts.append(len(listing.names) - count_before)
     if file and len(listing.names) >= KEPT and max(folders.stamps[::3]) < start_time - SAME_DATE:
         with suppress(SaveError):  # the next run looks for them again
-            _save(file, listing, folders, within)
+            _save(file, listing, folders, subfolders)
             listing.file = file
     return listing
 
 
-def _index_path(root: Path, within: Sequence[str]) -> Path | None:
+def _index_path(root: Path, subfolders: Sequence[str]) -> Path | None:
     """Return where a list is kept; None for a user without a home."""
-    named = f"{FORM} {'whole' if within == ('',) else 'classes'} {real_path(root)}"
+    description = f"{FORM} {'whole' if subfolders == ('',) else 'classes'} {real_path(root)}"
     with suppress(RuntimeError):
-        return home() / "cache" / "listings" / f"{hashlib.sha256(os.fsencode(named)).hexdigest()[:24]}.npz"
+        return home() / "cache" / "listings" / f"{hashlib.sha256(os.fsencode(description)).hexdigest()[:24]}.npz"
     return None
 
 
@@ -161,38 +161,38 @@ def _size(path: str) -> int | None:
     return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
-def _save(file: Path, listing: FileIndex, folders: _FolderStamps, within: Sequence[str]) -> None:
+def _save(file: Path, listing: FileIndex, folders: _FolderStamps, subfolders: Sequence[str]) -> None:
     arrays = {
         **listing.names.arrays("name"),
         **folders.names.arrays("folder"),
-        **PackedStrings(within).arrays("within"),
+        **PackedStrings(subfolders).arrays("within"),
         "sizes": np.asarray(listing.sizes),
         "counts": np.asarray(listing.counts),
         "stamps": np.asarray(folders.stamps),
     }
 
     def save(temporary: Path) -> None:
-        with temporary.open("wb") as opened:
-            np.savez(opened, allow_pickle=False, **arrays)
+        with temporary.open("wb") as file_object:
+            np.savez(file_object, allow_pickle=False, **arrays)
 
     replace_file(file, save)
 
 
-def _load(file: Path, root: Path, within: Sequence[str]) -> FileIndex | None:
+def _load(file: Path, root: Path, subfolders: Sequence[str]) -> FileIndex | None:
     """Return a kept list; None where there is none, it is damaged, or a folder or a file of a sample has changed."""
     try:
-        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
+        with file.open("rb") as file_object, np.load(file_object, allow_pickle=False) as arrays:
             folders = PackedStrings.read(arrays, "folder")
-            now = [number for folder in folders for number in _stamp(str(root / folder))]
-            if now != arrays["stamps"].tolist() or PackedStrings.read(arrays, "within")[:] != list(within):
+            stamps_now = [number for folder in folders for number in _stamp(str(root / folder))]
+            if stamps_now != arrays["stamps"].tolist() or PackedStrings.read(arrays, "within")[:] != list(subfolders):
                 return None
             sizes, counts = (pack_integers(arrays[name]) for name in ("sizes", "counts"))
             listing = FileIndex(PackedStrings.read(arrays, "name"), sizes, counts, file)
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
         return None
     rows = range(0, len(listing.names), max(1, len(listing.names) // SAMPLE))
-    same = all(_size(str(root / listing.names[row])) == listing.sizes[row] for row in rows)
-    return listing if same else None
+    is_current = all(_size(str(root / listing.names[row])) == listing.sizes[row] for row in rows)
+    return listing if is_current else None
 
 
 def find_files(folder: Path, suffixes: Collection[str] = SUFFIXES) -> list[tuple[Path, int]]:

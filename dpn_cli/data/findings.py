@@ -175,7 +175,7 @@ def _digests(fingerprint: Json) -> Iterator[tuple[str, str]]:
     """Yield the name and the digests of each group of fingerprints."""
     if not fingerprint:
         yield "", "none, as the data cannot be opened"
-    ungrouped = {name: value for name, value in fingerprint.items() if not isinstance(value, dict)}
-    for name, group in (("", ungrouped), *fingerprint.items()):
+    single_values = {name: value for name, value in fingerprint.items() if not isinstance(value, dict)}
+    for name, group in (("", single_values), *fingerprint.items()):
         if group and isinstance(group, dict):
             yield f" of {name}" if name else "", ", ".join(f"{split} {digest}" for split, digest in group.items())

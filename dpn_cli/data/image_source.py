@@ -75,12 +75,12 @@ def open_split(source: ImageSource, split: str, *, unlabelled: bool = False) -> 
     Raises `DataError`, also for fewer than two classes, for more than a network can have, and for withheld labels (-1,
     as in the test split of many hub data sets); `unlabelled` allows these, to store the images.
     """
-    place = source.val_place if split == "val" and source.val_place else source.place
-    opened, classes = _open(source, place, split)
-    opened.reading = source.reading
+    location = source.val_place if split == "val" and source.val_place else source.place
+    images, classes = _open(source, location, split)
+    images.reading = source.reading
     if not unlabelled:
-        _check_labels(place, split, opened.labels, classes)
-    return opened, classes
+        _check_labels(location, split, images.labels, classes)
+    return images, classes
 
 
 def _open(source: ImageSource, place: str, split: str) -> tuple[LabelledImages, tuple[str, ...]]:
@@ -94,9 +94,9 @@ def _open(source: ImageSource, place: str, split: str) -> tuple[LabelledImages, 
         shards = LabelledShardImages(place.removeprefix("wds:"))
         return shards, shards.classes
     if is_hub(place):
-        own = find_hub_split(place, split)
+        hub_split = find_hub_split(place, split)
         name, config = parse_hub_source(place)
-        hub = HubSplit(name, config, own or split, source.image_column, source.label_column, alone=True)
+        hub = HubSplit(name, config, hub_split or split, source.image_column, source.label_column, alone=True)
         return hub, hub.classes or number_classes(hub, place)
     root = resolve_folder(place)
     if isinstance(root, Path) and not root.is_dir():
@@ -105,13 +105,13 @@ def _open(source: ImageSource, place: str, split: str) -> tuple[LabelledImages, 
             "'demo' is the built-in data, hf:OWNER/NAME a hub data set, wds:PATTERN webdataset shards"
         )
     if isinstance(root, RemotePath) or is_pack(root):
-        named = read_manifest(root)["splits"]
-        alone = source.val_place is not None and split == "val" and len(named) == 1
-        packed = PackedImages(root, next(iter(named)) if alone else split)
-        return packed, packed.classes
+        splits = read_manifest(root)["splits"]
+        alone = source.val_place is not None and split == "val" and len(splits) == 1
+        packed_images = PackedImages(root, next(iter(splits)) if alone else split)
+        return packed_images, packed_images.classes
     if cifar := find_cifar(root):
-        images = CifarImages(*cifar, split)
-        return images, images.classes
+        cifar_images = CifarImages(*cifar, split)
+        return cifar_images, cifar_images.classes
     inner = root / split
     folders = ClassFolders(inner if inner.is_dir() else root)
     return folders, folders.classes
@@ -125,9 +125,9 @@ def _check_labels(place: str, split: str, labels: Sequence[int], classes: Sequen
             )
         )
     if len(classes) < 2:
-        only = f"one class ({classes[0]})" if classes else "no classes"
+        found_classes = f"one class ({classes[0]})" if classes else "no classes"
         raise DataError(
-            f"--data {place}: {only}, and a classifier needs two at least; images go into one folder per "
+            f"--data {place}: {found_classes}, and a classifier needs two at least; images go into one folder per "
             "class: name the folder that holds these"
         )
     if len(classes) > MAX_CLASSES:

@@ -65,16 +65,16 @@ def count_overlap(split: LabelledImages, described: Mapping[str, Any] | None, wo
     """
     if described is None:
         return None
-    joined = base64.b64decode(described["digests"])
-    known = {joined[index : index + DIGEST_BYTES] for index in range(0, len(joined), DIGEST_BYTES)}
+    digests = base64.b64decode(described["digests"])
+    training_digests = {digests[index : index + DIGEST_BYTES] for index in range(0, len(digests), DIGEST_BYTES)}
     rows = _sample(split, 1)  # another seed than the record's: two samples of one data set must be independent
-    met = 0
+    matches = 0
     for row in rows[world.rank :: world.size]:
         signals.check_here()
-        met += _hash_image(split, row) in known
-    met = int(distributed.reduce_over_ranks(torch.tensor(met)))
+        matches += _hash_image(split, row) in training_digests
+    matches = int(distributed.reduce_over_ranks(torch.tensor(matches)))
     share = len(rows) * described["described"] / max(1, len(split.labels) * described["images"])
-    count = min(len(split.labels), round(met / share)) if met else 0
+    count = min(len(split.labels), round(matches / share)) if matches else 0
     return Overlap(count, len(split.labels), share < 1)
 
 

@@ -184,9 +184,9 @@ def crop_batches(
     def batches(start: int) -> Generator[Batch, None, None]:
         repeats, views = augmentation.repeats, augmentation.views
         steps = StepSampler(len(split.labels), batch_size, seed, start, positions, repeats, views, order)
-        needs = partial(order.needs, start, positions) if order else None
+        shard_uses = partial(order.needs, start, positions) if order else None
         with (
-            prefetch_shards(split, needs, len(positions), workers, world.local_ranks) as on_step,
+            prefetch_shards(split, shard_uses, len(positions), workers, world.local_ranks) as on_step,
             closing(
                 iter_crops(split, augmentation, batch_size, seed, steps, world.device, workers, skip_bad, on_skip)
             ) as crops,

@@ -101,10 +101,10 @@ def stream(
     """
     rows = range(len(split.labels)) if rows is None else rows
     count = count_readers(workers, len(rows))
-    needs = partial(iter_shard_uses, split.shards, rows, batch_size) if split.shards else None
+    shard_uses = partial(iter_shard_uses, split.shards, rows, batch_size) if split.shards else None
     # Half of the cache: a training that is evaluated has shards in it, too.
     fetchers = max(1, count) if workers == "auto" else count
-    prefetch = prefetch_shards(split, needs, batch_size, fetchers, 2 * ranks_here())
+    prefetch = prefetch_shards(split, shard_uses, batch_size, fetchers, 2 * ranks_here())
     batches = (range(first, min(first + batch_size, len(rows))) for first in range(0, len(rows), batch_size))
     image_bytes = transform(SQUARE).nbytes  # of all images: a batch is one tensor
     dataset = _TransformDataset(split, transform, rows)
@@ -166,7 +166,7 @@ def crop_and_flip(
     crop: bool,
     flip: bool,
     generator: torch.Generator,
-    mine: slice,
+    own_rows: slice,
 ) -> Tensor:
     """Gather `rows` (b,) of images (n, 3, H, W), crop them to `size` at random, mirror every second one at random.
 
@@ -175,19 +175,19 @@ def crop_and_flip(
     """
     count = len(rows)
     if crop:
-        spare = [full - part for full, part in zip(images.shape[-2:], size, strict=True)]
-        top, left = (torch.randint(room + 1, (count,), generator=generator).tolist() for room in spare)
+        margins = [full - part for full, part in zip(images.shape[-2:], size, strict=True)]
+        top, left = (torch.randint(room + 1, (count,), generator=generator).tolist() for room in margins)
         chosen = rows.tolist()
         batch = torch.stack(
             [
                 images[chosen[i], :, top[i] : top[i] + size[0], left[i] : left[i] + size[1]]
-                for i in range(*mine.indices(count))
+                for i in range(*own_rows.indices(count))
             ]
         )
     else:
-        batch = images[to_device(rows[mine], images.device)]
+        batch = images[to_device(rows[own_rows], images.device)]
     if flip:
-        mirrored = to_device((torch.rand(count, generator=generator) < 0.5)[mine], images.device)
+        mirrored = to_device((torch.rand(count, generator=generator) < 0.5)[own_rows], images.device)
         batch = torch.where(mirrored[:, None, None, None], batch.flip(-1), batch)
     return batch
 
@@ -197,15 +197,17 @@ def shuffled_batches(
 ) -> Batches:
     """Return the engine's ``batches``: ``image`` (b, 3, *size) uint8 and ``label`` (b,), this rank's rows."""
     rows_here = world.rows(batch_size)
-    mine = slice(rows_here.start, rows_here.stop)
+    own_rows = slice(rows_here.start, rows_here.stop)
 
     def batches(start: int) -> Generator[Batch, None, None]:
         step = start
         while True:
             rows = rows_of_step(len(pixels.images), batch_size, seed, step)
             generator = torch.Generator().manual_seed((seed + 1) * 2_000_003 + step)
-            images = crop_and_flip(pixels.images, rows, size, crop=crop, flip=flip, generator=generator, mine=mine)
-            yield {"image": images, "label": pixels.labels[to_device(rows[mine], pixels.labels.device)]}
+            images = crop_and_flip(
+                pixels.images, rows, size, crop=crop, flip=flip, generator=generator, own_rows=own_rows
+            )
+            yield {"image": images, "label": pixels.labels[to_device(rows[own_rows], pixels.labels.device)]}
             step += 1
 
     return batches

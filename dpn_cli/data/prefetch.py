@@ -29,7 +29,11 @@ RETAIN_SECONDS = 3600.0
 
 @contextmanager
 def prefetch_shards(
-    split: LabelledImages, needs: Callable[[], Iterator[ShardUse]] | None, rows: int, workers: int, local_ranks: int
+    split: LabelledImages,
+    shard_uses: Callable[[], Iterator[ShardUse]] | None,
+    rows: int,
+    workers: int,
+    local_ranks: int,
 ) -> Iterator[Callable[[int], None]]:
     """Fetch the shards of a pass over images in reading order while the block runs.
 
@@ -39,13 +43,13 @@ def prefetch_shards(
     reads the shard, which reports the cause. Without `needs` or `workers` nothing is fetched ahead. Raises
     `WorkerError` inside the block when the fetching process dies.
     """
-    if not needs or not workers or not is_remote(split):
+    if not shard_uses or not workers or not is_remote(split):
         yield lambda step: None
         return
     assert split.shards
     index_bytes = sum(path.stat().st_size for path in remote.cache_dir().glob("*") if path.suffix != ".tar")
     window = PrefetchWindow(
-        split.shards, needs(), batches_ahead(rows, workers), (cache_bytes() - index_bytes) // local_ranks
+        split.shards, shard_uses(), batches_ahead(rows, workers), (cache_bytes() - index_bytes) // local_ranks
     )
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.Process(target=_fetch, args=(split.shards.paths, receiver), daemon=True)
@@ -66,9 +70,9 @@ def prefetch_shards(
 class PrefetchWindow:
     """The shards in use now or soon, in `budget` bytes of the cache; `lookahead` batches are being made."""
 
-    def __init__(self, shards: ShardIndex, needs: Iterator[ShardUse], lookahead: int, budget: int) -> None:
-        self.paths, self.needs, self.lookahead, self.budget = shards.paths, needs, lookahead, budget
-        self.next_use = next(needs, None)
+    def __init__(self, shards: ShardIndex, shard_uses: Iterator[ShardUse], lookahead: int, budget: int) -> None:
+        self.paths, self.needs, self.lookahead, self.budget = shards.paths, shard_uses, lookahead, budget
+        self.next_use = next(shard_uses, None)
         self.active_uses: list[ShardUse] = []
         self.marked_at = -math.inf
 
@@ -79,14 +83,14 @@ class PrefetchWindow:
         ahead as are open.
         """
         last_step, fetched = step + self.lookahead, list[int]()
-        past = {need.shard for need in self.active_uses if need.last <= step}
+        ended_shards = {need.shard for need in self.active_uses if need.last <= step}
         self.active_uses = [need for need in self.active_uses if need.last > step]
         while self.next_use and (self.next_use.first <= last_step or self._has_room(last_step)):
             self.active_uses.append(self.next_use)
             fetched.append(self.next_use.shard)
             self.next_use = next(self.needs, None)
         active = {need.shard for need in self.active_uses}
-        for shard in past - active:
+        for shard in ended_shards - active:
             remote.mark_unused(self._path(shard).cached)
         if fetched or time.monotonic() - self.marked_at > RETAIN_SECONDS / 4:
             self.marked_at = time.monotonic()

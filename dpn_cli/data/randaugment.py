@@ -32,9 +32,11 @@ def rand_augment(image: Tensor, layers: int, magnitude: float, generator: torch.
     """Apply `layers` random operations of a magnitude (0 to 10, or above) to a uint8 image (3, h, w)."""
     pixels = image.numpy()
     names = tuple(OPERATIONS)
-    for which, sign, row, column in torch.rand(layers, 4, generator=generator).tolist():
+    for operation_draw, sign_draw, row, column in torch.rand(layers, 4, generator=generator).tolist():
         centre = int(row * pixels.shape[1]), int(column * pixels.shape[2])
-        pixels = apply(pixels, names[int(which * len(names))], magnitude, negative=sign < 0.5, centre=centre)
+        pixels = apply(
+            pixels, names[int(operation_draw * len(names))], magnitude, negative=sign_draw < 0.5, centre=centre
+        )
     return torch.from_numpy(np.ascontiguousarray(pixels))
 
 
@@ -123,16 +125,16 @@ def _grey(image: Image) -> npt.NDArray[np.float32]:
 
 def _smooth(image: Image) -> Image:
     """Smooth the inner pixels as PIL does: neighbours count one, the pixel itself five, of thirteen."""
-    wide = image.astype(np.uint16)
-    rows = wide[:, :-2] + wide[:, 1:-1] + wide[:, 2:]
-    total = rows[:, :, :-2] + rows[:, :, 1:-1] + rows[:, :, 2:] + 4 * wide[:, 1:-1, 1:-1]
+    wide_pixels = image.astype(np.uint16)
+    rows = wide_pixels[:, :-2] + wide_pixels[:, 1:-1] + wide_pixels[:, 2:]
+    total = rows[:, :, :-2] + rows[:, :, 1:-1] + rows[:, :, 2:] + 4 * wide_pixels[:, 1:-1, 1:-1]
     mean = total // 13
     smooth = image.copy()
     smooth[:, 1:-1, 1:-1] = mean
     # TensorFlow convolves in float32: where thirteen divides the total, rounding may leave it just below.
-    even = np.zeros(image.shape, dtype=np.bool_)
-    even[:, 1:-1, 1:-1] = mean * 13 == total
-    positions, values = np.flatnonzero(even), image.ravel()
+    is_even = np.zeros(image.shape, dtype=np.bool_)
+    is_even[:, 1:-1, 1:-1] = mean * 13 == total
+    positions, values = np.flatnonzero(is_even), image.ravel()
     floats = np.zeros(len(positions), dtype=np.float32)
     for row, column in itertools.product((-1, 0, 1), repeat=2):
         weight = float(np.float32(1 if row or column else 5) / np.float32(13))
@@ -163,12 +165,12 @@ def _affine(image: Image, to_x: tuple[Any, Any, Any], to_y: tuple[Any, Any, Any]
     from_x, from_y = (
         np.float32(a) * x + np.float32(b) * y + np.float32(c) for a, b, c in (to_x, to_y)
     )  # each (h, w) or, where it depends on one of them alone, (1, w) or (h, 1)
-    inside = (from_x > -half) & (from_x < width - half) & (from_y > -half) & (from_y < height - half)
-    place = (from_y + half).astype(np.intp) * width + (from_x + half).astype(np.intp)
-    place[~inside] = height * width
+    is_inside = (from_x > -half) & (from_x < width - half) & (from_y > -half) & (from_y < height - half)
+    position = (from_y + half).astype(np.intp) * width + (from_x + half).astype(np.intp)
+    position[~is_inside] = height * width
     filled = np.full((3, height * width + 1), FILL, dtype=np.uint8)
     filled[:, :-1] = image.reshape(3, -1)
-    return np.stack([channel.take(place) for channel in filled])
+    return np.stack([channel.take(position) for channel in filled])
 
 
 OPERATIONS: dict[str, Callable[[Image, float, Centre], Image]] = {

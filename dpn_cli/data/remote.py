@@ -65,7 +65,7 @@ class RemotePath:
     size: int | None = None
     sha256: str = ""
     version: str = ""
-    stated: tuple[str, str] | None = None
+    expected_version: tuple[str, str] | None = None
 
     def __str__(self) -> str:
         return self.url
@@ -143,7 +143,7 @@ class RemotePath:
 
         info = retry(self.url, describe)
         version = " ".join(str(info[key]) for key in ("size", *VERSIONS) if info.get(key) is not None)
-        return replace(self, size=info.get("size"), version=version or "unknown", stated=_read_digest(info))
+        return replace(self, size=info.get("size"), version=version or "unknown", expected_version=_read_digest(info))
 
     def _download(self, copy: Path, digests: list[str]) -> None:
         """Fetch the file to `copy`, check it, and make room for it. `digests` are those of copies that failed."""
@@ -162,7 +162,7 @@ class RemotePath:
         size = copy.stat().st_size
         if self.size is not None and size != self.size:
             raise _FailedError(f"{size} bytes arrived instead of {self.size}")
-        expected = ("sha256", self.sha256) if self.sha256 else self.stated
+        expected = ("sha256", self.sha256) if self.sha256 else self.expected_version
         if expected is None or (not self.sha256 and self.parent.url in _opaque):
             return
         with copy.open("rb") as file:
@@ -225,10 +225,10 @@ def mark_used(path: Path, seconds: float = 0.0) -> None:
 
     The note is the file's time of modification, which ends by itself when the process does.
     """
-    until = time.time() + seconds
+    expiry = time.time() + seconds
     with contextlib.suppress(FileNotFoundError):
-        if path.stat().st_mtime < until - seconds / 2:
-            os.utime(path, (until, until))
+        if path.stat().st_mtime < expiry - seconds / 2:
+            os.utime(path, (expiry, expiry))
 
 
 def mark_unused(path: Path) -> None:
@@ -257,8 +257,8 @@ def make_room(copy: Path) -> None:
                 files.append((path.suffix != ".tar", (status := path.stat()).st_mtime, status.st_size, path))
         total = sum(size for _, _, size, _ in files)
         for _, used, size, path in sorted(files):
-            done = not path.name.startswith(".") or (is_leftover(path.name) and time.time() - used > ABANDONED)
-            if total > limit and done:
+            is_complete = not path.name.startswith(".") or (is_leftover(path.name) and time.time() - used > ABANDONED)
+            if total > limit and is_complete:
                 path.unlink(missing_ok=True)
                 total -= size
 

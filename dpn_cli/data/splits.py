@@ -61,8 +61,8 @@ def minival_size(images: int, share: float | None, chooses: bool = False) -> int
     if share is None:
         # big_vision's train[99%:] of 1,281,167 images are 12,812: the cut is rounded down.
         last = images - math.floor(images * (1 - MINIVAL_SHARE))
-        least = MINIVAL_CHOOSES if chooses else MINIVAL_WATCHES
-        return max(last, min(least, int(images * MINIVAL_MOST_SHARE)))
+        minimum = MINIVAL_CHOOSES if chooses else MINIVAL_WATCHES
+        return max(last, min(minimum, int(images * MINIVAL_MOST_SHARE)))
     return images - math.floor(images * (1 - share))
 
 

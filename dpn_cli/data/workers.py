@@ -32,7 +32,7 @@ CAUSES = {
     signal.SIGBUS: "shared memory (/dev/shm) is probably full; enlarge it, or use a smaller -j",
 }
 
-_watched: list[Sequence[BaseProcess]] = []  # global, as child processes are
+_watched_processes: list[Sequence[BaseProcess]] = []  # global, as child processes are
 _starting: list[bool] = []  # an entry for each loader that is being made
 
 
@@ -90,7 +90,7 @@ def _recording_context(started: list[BaseProcess]) -> BaseContext:
 @contextmanager
 def watch_processes(processes: Sequence[BaseProcess]) -> Iterator[None]:
     """Raise `WorkerError` inside the block as soon as one of the child processes dies."""
-    _watched.append(processes)
+    _watched_processes.append(processes)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, _notice)  # instead of the loader's handler, which raises a RuntimeError
     try:
@@ -101,9 +101,9 @@ def watch_processes(processes: Sequence[BaseProcess]) -> Iterator[None]:
     except Exception:
         # A dying worker shows as a lost connection or a RuntimeError in its reader, perhaps before it has ended.
         running = [process for process in processes if process.pid is not None]
-        closed = wait([process.sentinel for process in running], DYING if running else 0)
+        ended = wait([process.sentinel for process in running], DYING if running else 0)
         for process in running:
-            if process.sentinel in closed:
+            if process.sentinel in ended:
                 _wait_for_exit_code(process)
         _raise_for_dead(processes)
         raise
@@ -122,7 +122,7 @@ def _defer_notices() -> Iterator[None]:
 
 
 def _notice(number: int = 0, frame: FrameType | None = None) -> None:
-    for processes in [] if _starting else list(_watched):
+    for processes in [] if _starting else list(_watched_processes):
         _raise_for_dead(processes)
 
 
@@ -152,7 +152,7 @@ def _cause_of_death(pid: int | None, code: int) -> str:
 
 
 def _unwatch(processes: Sequence[BaseProcess]) -> None:
-    _watched[:] = [group for group in _watched if group is not processes]
+    _watched_processes[:] = [group for group in _watched_processes if group is not processes]
 
 
 def _end(items: Any, processes: Sequence[BaseProcess]) -> None:
@@ -181,5 +181,5 @@ def kill_processes(processes: Sequence[BaseProcess]) -> None:
 @atexit.register
 def _kill_all() -> None:
     """Kill workers before multiprocessing's exit, which sends them a SIGTERM and waits for ever."""
-    for processes in _watched:
+    for processes in _watched_processes:
         kill_processes(processes)

@@ -75,14 +75,14 @@ def _no_gpu(messages: list[str]) -> Finding:
     import torch
 
     has_driver = any(path.exists() for path in DRIVER)
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not has_driver:
         return Finding("GPU", "ok", "none; trainings run on the CPU")
     if torch.version.cuda is None:
         found = f"this machine has NVIDIA's driver, and torch {torch.__version__} is built without CUDA"
         return Finding("GPU", "problem", found, "install a torch built with CUDA, and the torchvision next to it")
-    if hidden is not None and not re.match(r"\d|GPU-|MIG-", hidden):
-        found = f"hidden from this process by CUDA_VISIBLE_DEVICES={hidden!r}"
+    if visible_devices is not None and not re.match(r"\d|GPU-|MIG-", visible_devices):
+        found = f"hidden from this process by CUDA_VISIBLE_DEVICES={visible_devices!r}"
         return Finding("GPU", "warning", found, "unset CUDA_VISIBLE_DEVICES")
     reason = messages[0].split("\n")[0][:300] if messages else "torch does not say why"
     return Finding(
@@ -134,8 +134,8 @@ def check_compiler() -> Iterator[Finding]:
     import torch
 
     compilers = ["gcc", "clang", "cc"] if torch.cuda.is_available() else ["g++", "clang++", "c++"]
-    preferred = os.environ.get("CC" if torch.cuda.is_available() else "CXX")
-    program = next(filter(None, map(shutil.which, filter(None, [preferred, *compilers]))), None)
+    compiler = os.environ.get("CC" if torch.cuda.is_available() else "CXX")
+    program = next(filter(None, map(shutil.which, filter(None, [compiler, *compilers]))), None)
     missing = [] if program else ["a compiler (g++)"]
     if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
         missing.append("triton")

@@ -35,8 +35,8 @@ def check_packages() -> Iterator[Finding]:
     ]
     problems = [finding for requirement in core if (finding := _check_version(requirement))]
     yield from problems
-    fitting = len(core) - len(problems)
-    yield Finding("packages", "ok", f"{fitting} of {len(core)} as dpn is tested")
+    installed_count = len(core) - len(problems)
+    yield Finding("packages", "ok", f"{installed_count} of {len(core)} as dpn is tested")
     yield from _extras([requirement for requirement in required if requirement not in core])
     yield from _check_torchvision()
 

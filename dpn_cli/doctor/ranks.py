@@ -86,11 +86,11 @@ def _check_collectives(local_findings: Sequence[Finding]) -> Iterator[Finding]:
         f"in {1e3 * small:.2g} ms, {4e-6 * NUMBERS:.0f} MB in {1e3 * large:.2g} ms",
     )
     yield from _compare_versions(ranks)
-    reported = {(ranks[0].host, finding.name, finding.level) for finding in ranks[0].findings}
+    leader_findings = {(ranks[0].host, finding.name, finding.level) for finding in ranks[0].findings}
     for number, rank in enumerate(ranks):
         for finding in rank.findings:
-            if finding.level != "ok" and (key := (rank.host, finding.name, finding.level)) not in reported:
-                reported.add(key)
+            if finding.level != "ok" and (key := (rank.host, finding.name, finding.level)) not in leader_findings:
+                leader_findings.add(key)
                 yield replace(finding, name=f"rank {number}, {rank.host}: {finding.name}")
 
 

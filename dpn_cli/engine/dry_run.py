@@ -73,7 +73,7 @@ class DryRunSetup:
 class _Measured:
     """Cost of the first steps: seconds of this rank, and bytes."""
 
-    loading: float
+    load_seconds: float
     step: float
     evaluation_loading: float
     evaluation: float
@@ -98,13 +98,13 @@ def dry_run_fit(build_setup: Callable[[], DryRunSetup], name: str, run_folder: P
         with closing(job.batches(0)) as stream:
             start_time = time.perf_counter()
             batch = next(stream)
-            loading = time.perf_counter() - start_time
-        measured = _measure_first_steps(scene, batch, Checkpoints(scratch), loading)
+            load_seconds = time.perf_counter() - start_time
+        measured = _measure_first_steps(scene, batch, Checkpoints(scratch), load_seconds)
         state = from_leader(sum(file.stat().st_size for file in (scratch / "last").iterdir()))
         del scene, job
         gc.collect()  # a GPU may not hold two networks
         _check_resume(build_setup(), batch, scratch)
-    step = with_loading(measured.step, measured.loading, workers)
+    step = with_loading(measured.step, measured.load_seconds, workers)
     evaluation = with_loading(measured.evaluation, measured.evaluation_loading, workers)
     return Cost(
         name=name,
@@ -130,8 +130,8 @@ def _states(job: TrainJob) -> int:
 
 def _evaluated(job: TrainJob, sampled: Sampled) -> int:
     """Return the number of images that a training evaluates."""
-    every = job.evaluate_every
-    evaluations = -(-job.schedule.steps // every) if every else int(job.evaluate is not None)
+    interval = job.evaluate_every
+    evaluations = -(-job.schedule.steps // interval) if interval else int(job.evaluate is not None)
     return evaluations * sampled.during + sampled.end
 
 
@@ -146,12 +146,12 @@ def loaded_alone(workers: int) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def with_loading(computing: float, loading: float, workers: int) -> float:
+def with_loading(computing: float, load_seconds: float, workers: int) -> float:
     """Return the seconds of what is loaded by this process, or by workers while something else is computed."""
-    return max(computing, loading / workers) if workers else computing + loading
+    return max(computing, load_seconds / workers) if workers else computing + load_seconds
 
 
-def _measure_first_steps(scene: DryRunSetup, batch: Batch, saved: Checkpoints, loading: float) -> _Measured:
+def _measure_first_steps(scene: DryRunSetup, batch: Batch, saved: Checkpoints, load_seconds: float) -> _Measured:
     """Train for the first time, with the state before the last step and the one behind it saved."""
     ticks, seconds, sampled = list[float](), [0.0, 0.0, 0.0], scene.sampled
     device = scene.job.world.device
@@ -162,19 +162,19 @@ def _measure_first_steps(scene: DryRunSetup, batch: Batch, saved: Checkpoints, l
 
     def evaluate() -> dict[str, float]:
         sampled.evaluate()  # what is imported and compiled then does not count
-        for place, work in enumerate((load, sampled.load, sampled.evaluate)):
+        for index, work in enumerate((load, sampled.load, sampled.evaluate)):
             start_time = time.perf_counter()
             work()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            seconds[place] = time.perf_counter() - start_time
+            seconds[index] = time.perf_counter() - start_time
         return {}
 
     outputs = replace(scene.job.outputs, checkpoints=saved, log=None, tick=lambda _: ticks.append(time.perf_counter()))
     _forget_peak(device)
     fit(scene.model, _shorten_job(scene.job, batch, outputs, evaluate))
     step = (ticks[SAVED - 1] - ticks[0]) / (SAVED - 1)
-    return _Measured(loading, step, seconds[0], max(0.0, seconds[2] - seconds[1]), _peak(device))
+    return _Measured(load_seconds, step, seconds[0], max(0.0, seconds[2] - seconds[1]), _peak(device))
 
 
 def _check_resume(scene: DryRunSetup, batch: Batch, scratch: Path) -> None:
@@ -188,9 +188,11 @@ def _check_resume(scene: DryRunSetup, batch: Batch, scratch: Path) -> None:
         if isinstance(error, RuntimeError) and "loading state_dict" not in str(error):
             raise
         raise SaveError(f"{CANNOT}; what was saved does not fit the training ({_line(error)}); {NEXT}") from error
-    off = from_leader(resumed.off)
+    differences = from_leader(resumed.differences)
     bound = 0.0 if world.device.type == "cpu" else TOLERANCE
-    if deviations := [f"{part} by {distance:.3g} of a step" for part, distance in off.items() if not distance <= bound]:
+    if deviations := [
+        f"{part} by {distance:.3g} of a step" for part, distance in differences.items() if not distance <= bound
+    ]:
         raise SaveError(f"{CANNOT}; it ends elsewhere: {', '.join(deviations)}; {NEXT}")
 
 
@@ -218,7 +220,7 @@ class _Resumed(Checkpoints):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.off = {"nothing was saved, all": torch.inf}
+        self.differences = {"nothing was saved, all": torch.inf}
 
     def load(self, name: str, warn: Callable[[str], None], empty: Empty | None = None) -> State | None:
         """Return the state before the last one."""
@@ -229,7 +231,9 @@ class _Resumed(Checkpoints):
         previous, last = (super(_Resumed, self).load(state_name, print) for state_name in (f"{name}.previous", name))
         assert previous
         assert last
-        self.off = distances(previous[0], last[0], {key: tensor.detach().cpu() for key, tensor in tensors.items()})
+        self.differences = distances(
+            previous[0], last[0], {key: tensor.detach().cpu() for key, tensor in tensors.items()}
+        )
 
     def save_parts(self, name: str, tensors: Mapping[str, Tensor], state: Mapping[str, Any], world: World) -> None:
         """Compare whole tensors, which all ranks put together."""
@@ -243,16 +247,19 @@ def distances(
 
     Parts are the weights, their average, and each sum of the optimizer; only those that differ are returned.
     """
-    off, moved = dict[str, float](), dict[str, float]()
+    differences, changes = dict[str, float](), dict[str, float]()
     for name in last.keys() | current.keys():
         part = re.sub(r"^(optim)\.\d+|^(model|ema)\..*", r"\1\2", name)
         if name not in last or name not in current or last[name].shape != current[name].shape:
-            off[part] = torch.inf
+            differences[part] = torch.inf
         elif not torch.equal(last[name], current[name]):
-            off[part] = off.get(part, 0.0) + _square(last[name], current[name])
+            differences[part] = differences.get(part, 0.0) + _square(last[name], current[name])
         if name in last and name in previous:
-            moved[part] = moved.get(part, 0.0) + _square(last[name], previous[name])
-    return {part: (square / moved[part]) ** 0.5 if moved.get(part) else torch.inf for part, square in off.items()}
+            changes[part] = changes.get(part, 0.0) + _square(last[name], previous[name])
+    return {
+        part: (square / changes[part]) ** 0.5 if changes.get(part) else torch.inf
+        for part, square in differences.items()
+    }
 
 
 def _square(tensor: Tensor, reference: Tensor) -> float:

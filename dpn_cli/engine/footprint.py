@@ -50,16 +50,16 @@ def step_bytes(
     weights = _bytes(model.parameters())
     trained = _bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
     state = trained // 2 if optim.state_dtype == "bfloat16" else trained
-    resident = weights + state + (trained if optim.name == "adam" else 0) + (weights if ema else 0)
+    resident_bytes = weights + state + (trained if optim.name == "adam" else 0) + (weights if ema else 0)
     passes = 2 if rows < batch else 1  # the second pass already holds the gradients of the first
     if shards == 1:
-        return resident + max(trained, _peak(model, rows, passes, bf16=bf16, gradients=True))
+        return resident_bytes + max(trained, _peak(model, rows, passes, bf16=bf16, gradients=True))
     blocks = [_bytes(block.parameters()) for block in blocks_of(model)]
     unsharded, block = weights - sum(blocks), max(blocks)
     gathered = WEIGHTS_AT_ONCE * (block // 2 if bf16 else block) + GRADIENTS_AT_ONCE * block
     # Until the last micro-batch of a batch, each device adds up whole gradients.
     peak = _peak(model, rows, passes, bf16=bf16, gradients=passes > 1)
-    return (resident + trained) // shards + unsharded + gathered + peak
+    return (resident_bytes + trained) // shards + unsharded + gathered + peak
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -68,16 +68,16 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 def _peak(model: Backbone, rows: int, passes: int, *, bf16: bool, gradients: bool) -> int:
     """Return the peak bytes of forward and backward passes without the weights, with or without their gradients."""
-    fake = FakeTensorMode()
-    replaced: dict[int, Tensor] = {id(buffer): fake.from_tensor(buffer) for buffer in model.buffers()}
+    fake_mode = FakeTensorMode()
+    fake_tensors: dict[int, Tensor] = {id(buffer): fake_mode.from_tensor(buffer) for buffer in model.buffers()}
     for parameter in model.parameters():
-        replaced[id(parameter)] = nn.Parameter(fake.from_tensor(parameter.detach()), parameter.requires_grad)
-    network = copy.deepcopy(model, dict(replaced)).train()
+        fake_tensors[id(parameter)] = nn.Parameter(fake_mode.from_tensor(parameter.detach()), parameter.requires_grad)
+    network = copy.deepcopy(model, dict(fake_tensors)).train()
     if not gradients:
         for parameter in network.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_free_gradient)
-    with fake, _Storages(list(replaced.values())) as storages:
+    with fake_mode, _Storages(list(fake_tensors.values())) as storages:
         for _ in range(passes):
             image = torch.empty(rows, 3, *model.config.image_size, dtype=torch.uint8)
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -86,7 +86,7 @@ def _peak(model: Backbone, rows: int, passes: int, *, bf16: bool, gradients: boo
                 )
             loss.backward()  # type: ignore[no-untyped-call]
             del image, loss
-    return int(storages.most)
+    return int(storages.peak_bytes)
 
 
 def _free_gradient(parameter: Tensor) -> None:
@@ -98,8 +98,8 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 
     def __init__(self, excluded: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now, self.most = 0, 0
-        self._alive: dict[int, Any] = {t.untyped_storage()._cdata: t.untyped_storage() for t in excluded}
+        self.current_bytes, self.peak_bytes = 0, 0
+        self._live_storages: dict[int, Any] = {t.untyped_storage()._cdata: t.untyped_storage() for t in excluded}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -110,13 +110,13 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self._alive:
+        if key in self._live_storages:
             return
 
         def free(_: object) -> None:
-            del self._alive[key]
-            self.now -= size
+            del self._live_storages[key]
+            self.current_bytes -= size
 
-        self._alive[key] = weakref.ref(storage, free)
-        self.now += size
-        self.most = max(self.most, self.now)
+        self._live_storages[key] = weakref.ref(storage, free)
+        self.current_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.current_bytes)

@@ -134,12 +134,12 @@ def gather_tensors(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]
         yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def shard_like(like: Tensor, value: Tensor) -> Tensor:
+def shard_like(reference: Tensor, value: Tensor) -> Tensor:
     """Return this rank's shard of a tensor where `like` is sharded, else the tensor; without communication."""
-    if not isinstance(like, DTensor):
+    if not isinstance(reference, DTensor):
         return value
-    value = value.to(like.device)
-    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+    value = value.to(reference.device)
+    return distribute_tensor(value, reference.device_mesh, reference.placements, src_data_rank=None)
 
 
 def local(value: Tensor) -> Tensor:

@@ -32,8 +32,8 @@ def sections_of(
         for line in dict.fromkeys([*run.notes, *findings.warnings])
     ]
     overview.append(runs_table(pairs))
-    watched = {key: name for findings in findings_by_run for key, name in findings.watched.items()}
-    charts = curves({run.name: [run] for run in runs}, watched, "")
+    metric_names = {key: name for findings in findings_by_run for key, name in findings.watched.items()}
+    charts = curves({run.name: [run] for run in runs}, metric_names, "")
     sections = [PageSection("Overview", overview)]
     if charts:
         sections.append(PageSection("Learning curves", charts))

@@ -108,8 +108,8 @@ def _inline(svg: str, prefix: str) -> str:
     box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', head)
     assert box is not None
     width = float(box[1])
-    wide = ' class="wide"' if width > 72 * WIDTH + 20 else ""
-    head = f'<svg{wide} viewBox="0 0 {box[1]} {box[2]}" width="{width:.0f}pt" role="img"'
+    css_class = ' class="wide"' if width > 72 * WIDTH + 20 else ""
+    head = f'<svg{css_class} viewBox="0 0 {box[1]} {box[2]}" width="{width:.0f}pt" role="img"'
     used = set(re.findall(r'(?:"#|url\(#)([^")]+)', body))
     body = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", body)
     body = re.sub(r'( id="|"#|url\(#)', rf"\g<1>{prefix}-", body)
@@ -185,15 +185,15 @@ def _bars(chart: BarChart) -> Figure:
     count = len(chart.series)
     base_names = [name for name in chart.series if name not in chart.paired_with]
     figure, axes = _canvas(height=0.9 + (0.1 + 0.11 * count) * len(chart.categories) + 0.1 * count)
-    thick = 0.8 / count
+    bar_height = 0.8 / count
     for number, (name, values) in enumerate(chart.series.items()):
-        middle = np.arange(len(values)) + (number - (count - 1) / 2) * thick
+        middle = np.arange(len(values)) + (number - (count - 1) / 2) * bar_height
         errors = chart.errors.get(name, [None] * len(values))
         rows_with_value = [row for row, value in enumerate(values) if value is not None]
         axes.barh(
             middle[rows_with_value],
             [values[row] or 0.0 for row in rows_with_value],
-            thick * 0.92,
+            bar_height * 0.92,
             color=COLOURS[base_names.index(chart.paired_with.get(name, name)) % len(COLOURS)],
             alpha=0.45 if name in chart.paired_with else 1.0,
             label=label(name),
@@ -299,8 +299,8 @@ def _confusion(chart: ConfusionChart) -> Figure:
     if len(counts) > MOST_NAMED:
         return _scattered(shares)
     names = [label(name) for name in chart.classes]
-    widest = max((TextPath((0, 0), name, size=8).get_extents().width / 72 for name in names if name), default=0.0)
-    side = max(3.4, min(1.6 + 0.2 * len(counts), 8.0)) + max(0.0, widest - ROOM)
+    label_width = max((TextPath((0, 0), name, size=8).get_extents().width / 72 for name in names if name), default=0.0)
+    side = max(3.4, min(1.6 + 0.2 * len(counts), 8.0)) + max(0.0, label_width - ROOM)
     figure, axes = _canvas(side + 0.9, side)
     # Most pairs of many classes are rare: the root of the share makes them visible.
     numbered = len(names) <= MOST_NUMBERS
@@ -333,7 +333,7 @@ def _scattered(shares: Values) -> Figure:
 @_figure.register
 def _reliability(chart: Reliability) -> Figure:
     figure = Figure((WIDTH, 4.2), layout="constrained")
-    axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+    axes, count_axes = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     edges = 100 * np.asarray(chart.edges)
     bins = [row for row, images in enumerate(chart.images) if images]
     confidence = [100 * (chart.confidence[row] or 0.0) for row in bins]
@@ -343,8 +343,8 @@ def _reliability(chart: Reliability) -> Figure:
     axes.plot([0, 100], [0, 100], color=INK, linewidth=1, linestyle="--", label="as sure as right")
     axes.plot(confidence, accuracy, "o", color=COLOURS[1], markersize=4, label="mean of a bin")
     axes.set(xlim=(0, 100), ylim=(0, 102), ylabel="accuracy in %")
-    below.bar(edges[:-1], chart.images, widths, align="edge", color=COLOURS[0])
-    below.set(xlabel="confidence in %", ylabel="images")
-    below.yaxis.set_major_locator(MaxNLocator(2, integer=True))
+    count_axes.bar(edges[:-1], chart.images, widths, align="edge", color=COLOURS[0])
+    count_axes.set(xlabel="confidence in %", ylabel="images")
+    count_axes.yaxis.set_major_locator(MaxNLocator(2, integer=True))
     figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=3)
     return figure

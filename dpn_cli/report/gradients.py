@@ -47,8 +47,8 @@ def _over_depth(run: RunRecord) -> Series:
     norms = list(_norms(run))
     first_step = norms[-1][0] - NORM_AVERAGE_STEPS if norms else 0
     norms_by_depth: dict[int, list[tuple[float, float]]] = {}
-    for step, count, named in norms:
-        for name, norm in named.items() if step > first_step else ():
+    for step, count, layer_norms in norms:
+        for name, norm in layer_norms.items() if step > first_step else ():
             if (depth := _depth(name)) is not None:
                 norms_by_depth.setdefault(depth, []).append((norm, count))
     depths = sorted(norms_by_depth)

@@ -33,15 +33,15 @@ MEANS = f"Drawn as {MOST_POINTS} means over neighbouring records; the CSV file h
 UNKNOWN = "-"
 
 
-def curves(networks: Mapping[str, Sequence[RunRecord]], watched: Mapping[str, str], prefix: str) -> list[Chart]:
+def curves(networks: Mapping[str, Sequence[RunRecord]], metric_names: Mapping[str, str], prefix: str) -> list[Chart]:
     """Return learning curves in common charts: the mean over the runs of each network, in a band that holds them all.
 
     `watched` names the metrics of evaluations and units.
     """
     charts: list[Chart] = []
     keys = dict.fromkeys(key for runs in networks.values() for run in runs for key in run.watched())
-    named = {**CURVES, **{key: (watched.get(key, key), watched.get(key, key)) for key in keys}}
-    for key, (title, axis) in named.items():
+    labels = {**CURVES, **{key: (metric_names.get(key, key), metric_names.get(key, key)) for key in keys}}
+    for key, (title, axis) in labels.items():
         # Empty ones too: a network has one colour in all charts.
         series = [mean_with_band(name, [run.series(key) for run in runs]) for name, runs in networks.items()]
         if any(line.x for line in series):
@@ -58,8 +58,8 @@ def run_summary(run: RunRecord, origins: Origins) -> PageSection:
     timing, time = result.get("timing", {}), hours(run)
     speed = run.series("images_per_second").y
     waiting_fractions = run.series("wait_share").y
-    waiting = timing["wait_seconds"] / timing["train_seconds"] if timing.get("train_seconds") else None
-    waiting = waiting if waiting is not None else waiting_fractions[-1] if waiting_fractions else None
+    wait_share = timing["wait_seconds"] / timing["train_seconds"] if timing.get("train_seconds") else None
+    wait_share = wait_share if wait_share is not None else waiting_fractions[-1] if waiting_fractions else None
     rows: list[tuple[str, Cell]] = [
         ("folder", str(run.path)),
         ("command", command(run)),
@@ -69,7 +69,7 @@ def run_summary(run: RunRecord, origins: Origins) -> PageSection:
         ("device", f"{facts.get('device', UNKNOWN)}, {count_noun(facts.get('ranks', 1), 'process')}"),
         ("hours of training", UNKNOWN if time is None else f"{time:.3g}"),
         ("images per second", f"{speed[-1]:.1f}" if speed else UNKNOWN),
-        ("share of waiting for data", UNKNOWN if waiting is None else f"{100 * waiting:.1f} %"),
+        ("share of waiting for data", UNKNOWN if wait_share is None else f"{100 * wait_share:.1f} %"),
         *[(f"data, {name}", str(value)) for name, value in flatten_keys(_data(run))],
         ("weights", str(facts.get("backbone", {}).get("source", UNKNOWN))),
         ("versions", ", ".join(f"{name} {value}" for name, value in facts.get("versions", {}).items()) or UNKNOWN),
@@ -113,5 +113,5 @@ def against_paper(run: RunRecord) -> PageSection | None:
 def _split(line: str) -> tuple[str, str, str]:
     """Return the key, the value and the paper's of a difference; a sentence has none."""
     key, colon, values = line.partition(": ")
-    ours, bracket, paper = values.rpartition(" (paper: ")
-    return (key, ours, paper.removesuffix(")")) if colon and bracket else (line, "", "")
+    our_value, bracket, paper = values.rpartition(" (paper: ")
+    return (key, our_value, paper.removesuffix(")")) if colon and bracket else (line, "", "")

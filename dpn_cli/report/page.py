@@ -35,9 +35,9 @@ def write_page(
         svgs[chart.name] = Markup(svg)
         replace_file(folder / FIGURES / f"{chart.name}.png", partial(Path.write_bytes, data=png))
         replace_text(folder / FIGURES / f"{chart.name}.csv", as_csv(chart.rows()))
-    named = [part for section in sections for part in section.parts if isinstance(part, Table) and part.name]
-    replace_text(folder / "table.md", "\n".join(map(as_markdown, named)))
-    replace_text(folder / "table.tex", "\n".join(map(as_latex, named)))
+    tables = [part for section in sections for part in section.parts if isinstance(part, Table) and part.name]
+    replace_text(folder / "table.md", "\n".join(map(as_markdown, tables)))
+    replace_text(folder / "table.tex", "\n".join(map(as_latex, tables)))
     replace_text(folder / PAGE, render(title, sections, svgs))
     return folder / PAGE
 

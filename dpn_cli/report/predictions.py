@@ -105,11 +105,11 @@ class Predictions:
     """
 
     def __init__(
-        self, paths: Sequence[Path], written: PredictionFiles, console: Console, most: int = MOST_SHOWN
+        self, paths: Sequence[Path], options: PredictionFiles, console: Console, most: int = MOST_SHOWN
     ) -> None:
-        check_written({"--csv": written.csv, "--html": written.html}, paths)
-        self.paths, self.written, self.console = paths, written, console
-        self.shown = spread(len(paths), most) if written.html else frozenset()
+        check_written({"--csv": options.csv, "--html": options.html}, paths)
+        self.paths, self.written, self.console = paths, options, console
+        self.shown = spread(len(paths), most) if options.html else frozenset()
         self.results: list[Json] = []
         self.images: list[tuple[bytes, Json]] = []
         self.unreadable: list[Path] = []
@@ -201,9 +201,9 @@ class Predictions:
         """Return the warning about unreadable images."""
         if not self.unreadable:
             return []
-        named = ", ".join(map(str, self.unreadable[:MOST_NAMED]))
+        names = ", ".join(map(str, self.unreadable[:MOST_NAMED]))
         more = f" and {len(self.unreadable) - MOST_NAMED} more" if len(self.unreadable) > MOST_NAMED else ""
-        return [TextBlock(f"Not readable and left out: {named}{more}.", warning=True)]
+        return [TextBlock(f"Not readable and left out: {names}{more}.", warning=True)]
 
     def problem(self, skip_bad: bool) -> DataError | None:
         """Return the error with which the command ends after all: for unreadable images, unless they are skipped."""

@@ -68,10 +68,10 @@ class RunRecord:
         status, process = str(self.facts.get("status", "unknown")), self.facts.get("process")
         if status != "running" or not isinstance(process, dict):
             return status
-        alive = is_running(process)
-        if alive is None:
+        is_alive = is_running(process)
+        if is_alive is None:
             return f"running on {process.get('host')}"
-        return status if alive else "interrupted"
+        return status if is_alive else "interrupted"
 
     def series(self, key: str) -> Series:
         """Return the finite values of a key in the log over steps."""
@@ -86,39 +86,39 @@ class RunRecord:
 
 def read_run(path: Path, name: str | None = None) -> RunRecord:
     """Read a folder. Raises `DataError` when it holds neither a run nor the output of an evaluation."""
-    place = folder_of(path)
-    facts, result = read_object(place / "run.json") or {}, read_object(place / "result.json")
-    evaluated = not is_run(place) and str((result or {}).get("task", "")).endswith("eval")
-    if not is_run(place) and not evaluated:
+    folder = folder_of(path)
+    facts, result = read_object(folder / "run.json") or {}, read_object(folder / "result.json")
+    evaluated = not is_run(folder) and str((result or {}).get("task", "")).endswith("eval")
+    if not is_run(folder) and not evaluated:
         raise DataError(
             f"{path}: not a run's folder (no run.json in it), nor the -o folder of 'dpn eval'; 'dpn runs {path}' lists "
             "the runs below it"
         )
-    config = read_config(place / "config.yaml")
-    records, damaged = read_records(place / "metrics.jsonl")
-    good = [record for record in records if is_number(record.get("step"))]
-    partial = None if result else read_object(place / "partial.json")
+    config = read_config(folder / "config.yaml")
+    records, damaged = read_records(folder / "metrics.jsonl")
+    step_records = [record for record in records if is_number(record.get("step"))]
+    partial = None if result else read_object(folder / "partial.json")
     run = RunRecord(
-        path=place,
-        name=name or real_path(place).name,
+        path=folder,
+        name=name or real_path(folder).name,
         kind="eval" if evaluated else str(facts.get("kind") or _kind_of(config)),
         facts=facts,
         config=config,
         result=result or partial or {},
-        records=good,
+        records=step_records,
         notes=(),
     )
-    notes = _notes(run, damaged + len(records) - len(good)) if not evaluated else []
+    notes = _notes(run, damaged + len(records) - len(step_records)) if not evaluated else []
     return replace(run, notes=notes)
 
 
 def folder_of(path: Path) -> Path:
     """Return the folder that the user names. Raises `DataError` when there is none."""
     try:
-        place = path.expanduser()
-        if place.is_dir():
-            return place
-        missing = not place.exists()
+        folder = path.expanduser()
+        if folder.is_dir():
+            return folder
+        missing = not folder.exists()
     except (OSError, RuntimeError) as error:  # the name is too long, or the home folder is unknown
         raise DataError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     raise DataError(f"{path}: no such folder" if missing else f"{path}: a file, not a folder of runs")
@@ -134,12 +134,12 @@ def _notes(run: RunRecord, damaged: int) -> list[str]:
     if not run.result:
         steps = (run.config or {}).get("schedule", {}).get("steps")
         last_step = max((record["step"] for record in run.records), default=0)
-        reached = f", logged up to step {last_step}" + (f" of {steps}" if steps else "") if last_step else ""
+        progress = f", logged up to step {last_step}" + (f" of {steps}" if steps else "") if last_step else ""
         # `dpn reproduce` resumes by itself, without an option.
         resume_note = "" if "reproduce" in run.facts.get("argv", ())[1:2] else " with --resume"
         damage = "result.json is damaged" if (run.path / "result.json").is_file() else "no result.json"
         notes.append(
-            f"UNFINISHED: status {run.status!r}{reached}; {damage}, so the page shows what there is. "
+            f"UNFINISHED: status {run.status!r}{progress}; {damage}, so the page shows what there is. "
             f"The command that started the run continues it{resume_note}."
         )
     elif run.facts.get("status") not in (None, "finished"):
@@ -156,15 +156,15 @@ def _notes(run: RunRecord, damaged: int) -> list[str]:
     if run.kind not in {"comparison", "sweep"} and steps and last_step < steps:
         end = f"step {last_step} of {steps}"
         notes.append(f"metrics.jsonl is missing or damaged: it ends at {end}, and so do the curves.")
-    if lost := sum(record.get("lost_records", 0) for record in run.records):
-        notes.append(f"metrics.jsonl: {lost} records were lost before, and the curves lack them.")
+    if lost_records := sum(record.get("lost_records", 0) for record in run.records):
+        notes.append(f"metrics.jsonl: {lost_records} records were lost before, and the curves lack them.")
     return notes
 
 
 def _kind_of(config: Plain | None) -> str:
     """Return the kind of a run without one in run.json."""
-    about = (config or {}).get("about")
-    command = str(about.get("command", "")) if isinstance(about, dict) else ""
+    description = (config or {}).get("about")
+    command = str(description.get("command", "")) if isinstance(description, dict) else ""
     words = {"dpn finetune vtab": "sweep", "dpn lit": "towers", "dpn segment": "segmenter"}
     return next((kind for start, kind in words.items() if command.startswith(start)), "classifier")
 

@@ -75,13 +75,13 @@ def reason_not_paired(first: RunGroup, other: RunGroup) -> str | None:
             return f"it is not known how {run.name} was trained and on what data"
     first_protocol, other_protocol = _protocol(first_run), _protocol(other_run)
     keys = {**first_protocol, **other_protocol}
-    differing = [key for key in keys if first_protocol.get(key) != other_protocol.get(key)]
-    if differing:
+    differing_keys = [key for key in keys if first_protocol.get(key) != other_protocol.get(key)]
+    if differing_keys:
         texts = [
             f"{key} is {format_value(other_protocol.get(key))} and {format_value(first_protocol.get(key))}"
-            for key in differing[:3]
+            for key in differing_keys[:3]
         ]
-        more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
+        more = f"; and {len(differing_keys) - 3} more" if len(differing_keys) > 3 else ""
         return f"their protocols differ ({'; '.join(texts)}{more})"
     if not any(set(values) & set(other.scores.get(part, {})) for part, values in first.scores.items()):
         seeds = [", ".join(map(str, sorted(group.seeds))) for group in (other, first)]

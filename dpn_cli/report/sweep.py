@@ -52,14 +52,14 @@ def sweep_findings(run: RunRecord, prefix: str, reader: Callable[[RunRecord], Re
     """
     trials_by_network = _trial_runs(run)
     trial_runs = [trial for trials in trials_by_network.values() for trial in trials]
-    watched: dict[str, str] = {}
+    metric_names: dict[str, str] = {}
     for trial in trial_runs[:1]:
-        watched |= reader(trial)(replace(trial, result={}), "").watched  # without a result it reads nothing else
-    charts = curves(trials_by_network, watched, f"{prefix}networks_")
+        metric_names |= reader(trial)(replace(trial, result={}), "").watched  # without a result it reads nothing else
+    charts = curves(trials_by_network, metric_names, f"{prefix}networks_")
     has_seeds = any(len(trials) > 1 for trials in trials_by_network.values())
     title = "Learning curves" + (", mean over seeds in a band that holds all of them" if has_seeds else "")
     curve_sections = [PageSection(title, charts)] if charts else []
-    warnings = [f"{trial.path.relative_to(run.path)}: {note}" for trial in trial_runs for note in trial.notes]
+    warnings = [f"{trial.path.relative_to(run.path)}: {warning}" for trial in trial_runs for warning in trial.notes]
     if not run.result.get("compare"):
         return Findings("", {}, [_finished_trials(run), *curve_sections], warnings=warnings)
     failed = [f"failed: {line}" for line in run.result["failed"]]
@@ -137,7 +137,9 @@ def _networks_compared(run: RunRecord, prefix: str) -> list[Part]:
         {names[key]: [_interval_reach(network[key]) for network in networks.values()] for key in keys},
         caption="Mean over seeds, with the 95 % t-interval where there are several.",
     )
-    trials = [(name, folder, result) for name, each in networks.items() for folder, result in each["runs"].items()]
+    trials = [
+        (name, folder, result) for name, network in networks.items() for folder, result in network["runs"].items()
+    ]
     trial_table = _trial_table("Every draw" if is_fewshot else "Every training", keys, trials, folded=True)
     return [*(_network_table(key, compared, note) for key in keys), chart, trial_table]
 
@@ -191,11 +193,11 @@ def _finished_trials(run: RunRecord) -> PageSection:
             trials.append((folder.rpartition("/")[0] or run.name, folder, result))
     config, results = run.config or {}, [result for _, _, result in trials]
     unit = "draws" if any(result.get("task") == "fewshot" for result in results) else "trainings"
-    planned = f" of {len(config.get('compare') or ['']) * len(config.get('seeds') or [0])}" if config else ""
+    trial_count = f" of {len(config.get('compare') or ['']) * len(config.get('seeds') or [0])}" if config else ""
     shots = {key for result in results for key in result if key.endswith("-shot")}
     known_keys = (*SCORES, *sorted(shots, key=lambda key: (len(key), key)))
     keys = [key for key in known_keys if any(score_value(result, key) is not None for result in results)]
-    text = TextBlock(f"{len(trials)}{planned} {unit} finished.")
+    text = TextBlock(f"{len(trials)}{trial_count} {unit} finished.")
     return PageSection("Finished so far", [text, *([_trial_table("", keys, trials)] if trials else [])])
 
 
@@ -214,7 +216,7 @@ def _trial_runs(run: RunRecord) -> dict[str, list[RunRecord]]:
 def _run_row(run: RunRecord, findings: Findings) -> list[Cell]:
     result, time, speed = run.result, hours(run), run.series("images_per_second").y
     timing = result.get("timing", {})
-    waiting = timing["wait_seconds"] / timing["train_seconds"] if timing.get("train_seconds") else None
+    wait_share = timing["wait_seconds"] / timing["train_seconds"] if timing.get("train_seconds") else None
     values = findings.scores.get("", {})
     return [
         run.name,
@@ -226,7 +228,7 @@ def _run_row(run: RunRecord, findings: Findings) -> list[Cell]:
         result.get("steps"),
         None if time is None else f"{time:.3g}",
         None if not speed else f"{speed[-1]:.1f}",
-        None if waiting is None else f"{100 * waiting:.1f} %",
+        None if wait_share is None else f"{100 * wait_share:.1f} %",
         run.status,
     ]
 

@@ -79,7 +79,7 @@ def as_latex(table: Table) -> str:
 
 def latex(text: str) -> str:
     """Return text with what LaTeX would read as commands escaped."""
-    return "".join(_LATEX.get(sign, sign) for sign in printable(text))
+    return "".join(_LATEX.get(character, character) for character in printable(text))
 
 
 def on_the_right(table: Table) -> list[bool]:
@@ -102,8 +102,8 @@ def flattened(results: Sequence[Mapping[str, Any]]) -> list[list[Cell]]:
 def _flat(result: Mapping[str, Any]) -> Iterator[tuple[str, Cell]]:
     for key, value in result.items():
         if isinstance(value, list):
-            for place, entry in enumerate(value, 1):
-                yield from ((f"{name}_{place}", cell) for name, cell in entry.items())
+            for number, entry in enumerate(value, 1):
+                yield from ((f"{name}_{number}", cell) for name, cell in entry.items())
         else:
             yield key, value
 

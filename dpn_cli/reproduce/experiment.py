@@ -142,9 +142,9 @@ class Experiment:
         trials: dict[str, PaperTrial] = {}
         inspected = (trial for trial in self._inspected() if trial.group not in weights)
         for trial in (*self._scored(), *inspected):
-            for needed in chain(trial, weights):
-                previous = trials.setdefault(needed.name, needed)
-                assert previous == needed, f"two trainings have the name {needed.name}"
+            for required_trial in chain(trial, weights):
+                previous = trials.setdefault(required_trial.name, required_trial)
+                assert previous == required_trial, f"two trainings have the name {required_trial.name}"
         return list(trials.values())
 
     def networks(self) -> dict[str, PaperTrial]:
@@ -171,7 +171,7 @@ def chain(trial: PaperTrial, weights: Mapping[str, str] = MappingProxyType({})) 
     return [*(chain(start, weights) if start else []), trial]
 
 
-def parse_locations(values: Sequence[str], option: str, known: Sequence[str], example: str) -> dict[str, str]:
+def parse_locations(values: Sequence[str], option: str, names: Sequence[str], example: str) -> dict[str, str]:
     """Read ``NAME=PLACE`` of an option.
 
     Raises `DpnError` for another form and for a name that is not `known`, `DataError` for a file that is not there.
@@ -181,8 +181,8 @@ def parse_locations(values: Sequence[str], option: str, known: Sequence[str], ex
         name, equals, location = value.partition("=")
         if not equals or not location:
             raise DpnError(f"{option} {value!r}: write NAME=PLACE, e.g. {example}")
-        if name not in known:
-            choices = f"{name!r} is none of {', '.join(known)}" if known else "there is none to name for these"
+        if name not in names:
+            choices = f"{name!r} is none of {', '.join(names)}" if names else "there is none to name for these"
             raise DpnError(f"{option} {value!r}: {choices}")
         if not ELSEWHERE.match(location) and not Path(location).expanduser().exists():
             raise DataError(f"{option} {value!r}: no such file or folder")

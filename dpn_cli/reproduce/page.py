@@ -33,9 +33,9 @@ class PaperComparison:
     """
 
     number: Number
-    ours: Summary | None
+    our_summary: Summary | None
     difference: float | None
-    within: bool | None
+    is_consistent: bool | None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -45,11 +45,11 @@ class PaperComparison:
             "column": number.column,
             "trainings": [trial.name for trial in number.trials],
             "minus": [trial.name for trial in number.minus],
-            "ours": self.ours and self.ours.to_dict(),
+            "ours": self.our_summary and self.our_summary.to_dict(),
             "paper": number.paper,
             "paper_stderr": number.stderr,
             "difference": None if self.difference is None else round(self.difference, 4),
-            "within_paper_interval": self.within,
+            "within_paper_interval": self.is_consistent,
         }
 
 
@@ -70,14 +70,14 @@ def paper_reach(number: Number) -> float | None:
 
 
 def _compare_number(number: Number, locations: Locations) -> PaperComparison:
-    ours = _ours(number, locations)
-    if ours is None or number.paper is None:
-        return PaperComparison(number, ours, None, None)
-    difference, reach = ours.mean - number.paper, paper_reach(number)
-    return PaperComparison(number, ours, difference, None if reach is None else abs(difference) <= reach)
+    our_summary = _our_summary(number, locations)
+    if our_summary is None or number.paper is None:
+        return PaperComparison(number, our_summary, None, None)
+    difference, reach = our_summary.mean - number.paper, paper_reach(number)
+    return PaperComparison(number, our_summary, difference, None if reach is None else abs(difference) <= reach)
 
 
-def _ours(number: Number, locations: Locations) -> Summary | None:
+def _our_summary(number: Number, locations: Locations) -> Summary | None:
     scores = _scores(number.trials, number.score, locations)
     if number.minus:
         return difference_by_key(scores, _scores(number.minus, number.score, locations))[1]
@@ -109,11 +109,13 @@ def table_of(experiment: Experiment, compared: Sequence[PaperComparison], small:
     """Return all numbers, one row each."""
     rows: list[list[Cell]] = []
     for comparison in compared:
-        number, ours = comparison.number, comparison.ours
-        our_cells = (None, None) if ours is None else (as_text(ours.to_dict())[0], len(ours.values))
+        number, our_summary = comparison.number, comparison.our_summary
+        our_cells = (
+            (None, None) if our_summary is None else (as_text(our_summary.to_dict())[0], len(our_summary.values))
+        )
         paper = None if number.paper is None else _with_error(number.paper, number.stderr)
-        within = None if comparison.within is None else "yes" if comparison.within else "no"
-        rows.append([number.row, number.column, *our_cells, paper, comparison.difference, within])
+        is_consistent = None if comparison.is_consistent is None else "yes" if comparison.is_consistent else "no"
+        rows.append([number.row, number.column, *our_cells, paper, comparison.difference, is_consistent])
     title = f"{heading(experiment, small)}: {experiment.unit}"
     return Table(title, COLUMNS, rows, note=NOTE, name=experiment.name)
 
@@ -146,7 +148,7 @@ def _with_error(mean: float, error: float | None) -> str:
 
 
 def _mean(comparison: PaperComparison | None) -> float | None:
-    return comparison.ours.mean if comparison and comparison.ours else None
+    return comparison.our_summary.mean if comparison and comparison.our_summary else None
 
 
 def _paper(comparison: PaperComparison | None) -> float | None:
@@ -155,10 +157,10 @@ def _paper(comparison: PaperComparison | None) -> float | None:
 
 def _our_reach(comparison: PaperComparison | None) -> float | None:
     """Return half the length of our interval that is not clipped."""
-    ours = comparison.ours if comparison else None
-    if ours is None or ours.ci95 is None:
+    our_summary = comparison.our_summary if comparison else None
+    if our_summary is None or our_summary.ci95 is None:
         return None
-    return max(ours.ci95[1] - ours.mean, ours.mean - ours.ci95[0])
+    return max(our_summary.ci95[1] - our_summary.mean, our_summary.mean - our_summary.ci95[0])
 
 
 def _paper_reach(comparison: PaperComparison | None) -> float | None:

@@ -142,14 +142,14 @@ def _first_seed(make: MakeTrial, stem: str, seed: int) -> PaperTrial:
 def table1(make: Trainings, seeds: Sequence[int]) -> Experiment:
     """ImageNet-1k from scratch, and ImageNet-21k with a probe of 25 images per class."""
     numbers: list[Number] = []
-    for arch in make.some(tuple(IMAGENET)):
+    for arch in make.select_archs(tuple(IMAGENET)):
         row = f"{arch}, ImageNet-1k"
         numbers += _pair(row, partial(make.imagenet, arch), IMAGENET[arch], seeds)
     numbers += _pair("S/16+, ImageNet-1k", make.s16plus, S16PLUS, seeds)
-    for arch in make.some(tuple(DEIT)):
+    for arch in make.select_archs(tuple(DEIT)):
         row = f"{arch}, DeiT"
         numbers += _pair(row, partial(make.deit, arch), DEIT[arch], seeds)
-    for arch in make.some(tuple(HIGHRES)):
+    for arch in make.select_archs(tuple(HIGHRES)):
         numbers += _pair(
             f"{arch}, ImageNet-1k, 384 px",
             _chain_makers(partial(make.imagenet, arch), partial(make.highres, 384)),
@@ -164,7 +164,7 @@ def _probed(make: Trainings, source: str, name: str, paper: dict[int, dict[str, 
     """Return the accuracies of the probe, over its three draws, after trainings by steps."""
     numbers: list[Number] = []
     for steps, pairs in paper.items():
-        for arch in make.some(tuple(pairs)):
+        for arch in make.select_archs(tuple(pairs)):
             numbers += _pair(
                 f"{arch}, {name}, {_steps(steps)} steps",
                 partial(make.large, source, steps, arch),
@@ -178,7 +178,7 @@ def _probed(make: Trainings, source: str, name: str, paper: dict[int, dict[str, 
 def table2(make: Trainings, seeds: Sequence[int]) -> Experiment:
     """Pre-training on JFT-4B with a probe, and fine-tuning on ImageNet-1k."""
     numbers = _probed(make, "jft", "JFT, 25-shot", JFT)
-    for arch in make.some(tuple(FINE_TUNED)):
+    for arch in make.select_archs(tuple(FINE_TUNED)):
         for (steps, pixels), pair in FINE_TUNED[arch].items():
             numbers += _pair(
                 f"{arch}, JFT {_steps(steps)}, fine-tuned at {pixels}",
@@ -191,7 +191,7 @@ def table2(make: Trainings, seeds: Sequence[int]) -> Experiment:
 
 def table3(make: Trainings, seeds: Sequence[int]) -> Experiment:
     """VTAB-1k. A sweep has seeds of its own."""
-    archs = make.some(tuple(dict.fromkeys(arch for arch, _ in PAPER_COLUMNS)))
+    archs = make.select_archs(tuple(dict.fromkeys(arch for arch, _ in PAPER_COLUMNS)))
     columns = [(number, *column) for number, column in enumerate(PAPER_COLUMNS) if column[0] in archs]
     numbers = []
     for task in make.tasks:
@@ -206,7 +206,7 @@ def table3(make: Trainings, seeds: Sequence[int]) -> Experiment:
 def table4(make: Trainings, seeds: Sequence[int]) -> Experiment:
     """LiT: zero-shot accuracy on ImageNet-1k."""
     numbers: list[Number] = []
-    for arch in make.some(tuple(LIT)):
+    for arch in make.select_archs(tuple(LIT)):
         for steps, pair in LIT[arch].items():
             numbers += _pair(
                 f"{arch}, JFT {_steps(steps)}",
@@ -236,7 +236,7 @@ def table6(make: Trainings, seeds: Sequence[int]) -> Experiment:
     """Stems on ImageNet-1k, relative to Dual PatchNorm."""
     numbers = []
     for stem, points in ABLATIONS.items():
-        for arch in make.some(ABLATED):
+        for arch in make.select_archs(ABLATED):
             trials = tuple(make.imagenet(arch, stem, seed) for seed in seeds)
             full = tuple(make.imagenet(arch, "dpn", seed) for seed in seeds)
             paper = points[ABLATED.index(arch)]
@@ -247,7 +247,7 @@ def table6(make: Trainings, seeds: Sequence[int]) -> Experiment:
 def table7(make: Trainings, seeds: Sequence[int]) -> Experiment:
     """SUN397 from scratch, in three stages."""
     numbers = []
-    for arch in make.some(tuple(SUN397)):
+    for arch in make.select_archs(tuple(SUN397)):
         for row, score, values in zip(SEARCH, STAGES, SUN397[arch], strict=True):
             for stem, paper in zip(STEMS, values, strict=True):
                 trials = (make.sun397(arch, stem),)
@@ -257,20 +257,20 @@ def table7(make: Trainings, seeds: Sequence[int]) -> Experiment:
 
 def fig1(make: Trainings, seeds: Sequence[int]) -> Experiment:
     """Return the gain of every LayerNorm placement, and of Dual PatchNorm, over norms before both halves of a block."""
-    networks = [("none", place) for place in PLACEMENTS if place != "pre,pre"] + [("dpn", "pre,pre")]
+    networks = [("none", placement) for placement in PLACEMENTS if placement != "pre,pre"] + [("dpn", "pre,pre")]
     numbers = []
-    for stem, place in networks:
-        for arch in make.some(ABLATED):
-            trials = tuple(make.imagenet(arch, stem, seed, place) for seed in seeds)
+    for stem, placement in networks:
+        for arch in make.select_archs(ABLATED):
+            trials = tuple(make.imagenet(arch, stem, seed, placement) for seed in seeds)
             plain = tuple(make.imagenet(arch, "none", seed) for seed in seeds)
-            row = "Dual PatchNorm" if stem == "dpn" else place
+            row = "Dual PatchNorm" if stem == "dpn" else placement
             numbers.append(Number(row, arch, trials, TOP1, minus=plain))
     return Experiment("fig1", "Placements of LayerNorm, relative to (pre, pre)", "points of top-1", numbers)
 
 
 def _gradients(name: str, title: str, archs: Sequence[str], make: Trainings) -> Experiment:
     drawings = []
-    for arch in make.some(archs):
+    for arch in make.select_archs(archs):
         trials = tuple(make.imagenet(arch, stem, 0) for stem in STEMS)
         drawings.append(Drawing(arch.replace("/", "-"), "report", trials))
     return Experiment(name, title, "", drawings=drawings)
@@ -297,7 +297,7 @@ def dtn_table(make: Trainings, seeds: Sequence[int]) -> Experiment:
     """Norms in the blocks on ImageNet-1k with DeiT's config; one training each, as it was published."""
     numbers = []
     for norm, row in NORMS.items():
-        for arch in make.some(tuple(row)):
+        for arch in make.select_archs(tuple(row)):
             trials = (make.deit(arch, "none", 0, norm),)
             numbers.append(Number(norm, arch, trials, TOP1, row[arch]))
     return Experiment("dtn-table", "Norms of the blocks (Dynamic Token Normalization)", "top-1 in %", numbers)

@@ -44,15 +44,15 @@ def describe_experiments(experiments: Sequence[Experiment], locations: Locations
 
 def _row(experiment: Experiment, locations: Locations, rate: float | None) -> Json:
     trials = experiment.trials(locations.weights)
-    unfinished = [trial for trial in trials if not locations.is_finished(trial)]
+    unfinished_trials = [trial for trial in trials if not locations.is_finished(trial)]
     names = dict.fromkeys(name for trial in trials for _, name in trial.data if name in DATA_SETS)
     available = [group for group in experiment.networks() if group in locations.weights]
-    operations = flops(unfinished, locations)
+    operations = flops(unfinished_trials, locations)
     return {
         "name": experiment.name,
         "title": experiment.title,
         "trainings": len(trials),
-        "left": len(unfinished),
+        "left": len(unfinished_trials),
         "data": {name: locations.data.get(name) for name in names},
         "weights": {group: locations.weights[group] for group in available},
         "flops_left": operations,

@@ -35,7 +35,7 @@ SMALL_STAGES = "stages=[{epochs: 1, grid: {lr: [0.001, 0.0003]}}, {epochs: 1, gr
 def data_here() -> dict[str, str]:
     """Return the data sets in $DPN_DATA_DIR and in the current folder, by name."""
     locations = {name: find_data(name) for name in DATA_SETS}
-    return {name: place for name, place in locations.items() if place != "demo"}
+    return {name: location for name, location in locations.items() if location != "demo"}
 
 
 class Trainings:
@@ -44,16 +44,16 @@ class Trainings:
     small = False
     tasks: Sequence[Task] = TASKS
 
-    def some(self, archs: Sequence[str]) -> Sequence[str]:
+    def select_archs(self, archs: Sequence[str]) -> Sequence[str]:
         """Return the architectures of a table that are trained."""
         return archs
 
     def imagenet(self, arch: str, stem: str, seed: int, placement: str = "pre,pre") -> PaperTrial:
         """Pre-training on ImageNet-1k, Appendix C."""
-        placed = () if placement == "pre,pre" else ("--placement", placement)
-        name = f"imagenet/{_slug(arch, stem, *placed[1:])}/seed{seed}"
-        words = ("imagenet", "--arch", arch, "--stem", stem, *placed, "--seed", str(seed), *LOGGED)
-        network = None if placed else (arch, stem)
+        placement_options = () if placement == "pre,pre" else ("--placement", placement)
+        name = f"imagenet/{_slug(arch, stem, *placement_options[1:])}/seed{seed}"
+        words = ("imagenet", "--arch", arch, "--stem", stem, *placement_options, "--seed", str(seed), *LOGGED)
+        network = None if placement_options else (arch, stem)
         return PaperTrial(name, "pretrain", words, (("--data", "imagenet"),), network=network)
 
     def deit(self, arch: str, stem: str, seed: int, norm: str = "ln") -> PaperTrial:
@@ -112,15 +112,15 @@ class SmallTrainings(Trainings):
     arch = "nano/8"
     steps = 100
 
-    def some(self, archs: Sequence[str]) -> Sequence[str]:
+    def select_archs(self, archs: Sequence[str]) -> Sequence[str]:
         """One architecture stands for all."""
         return archs[:1]
 
     def imagenet(self, arch: str, stem: str, seed: int, placement: str = "pre,pre") -> PaperTrial:
         """The demo's pre-training."""
-        placed = () if placement == "pre,pre" else ("--placement", placement)
-        words = ("--stem", stem, *placed, "--seed", str(seed), *self._length(), *LOGGED, *DEMO)
-        return PaperTrial(f"imagenet/{_slug(stem, *placed[1:])}/seed{seed}", "pretrain", words)
+        placement_options = () if placement == "pre,pre" else ("--placement", placement)
+        words = ("--stem", stem, *placement_options, "--seed", str(seed), *self._length(), *LOGGED, *DEMO)
+        return PaperTrial(f"imagenet/{_slug(stem, *placement_options[1:])}/seed{seed}", "pretrain", words)
 
     def deit(self, arch: str, stem: str, seed: int, norm: str = "ln") -> PaperTrial:
         """DeiT's config on the demo's scenes."""

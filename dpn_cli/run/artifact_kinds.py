@@ -50,7 +50,7 @@ COMMANDS: dict[str, tuple[str, tuple[Kind, ...]]] = {
     "--checkpoint": ("start", ("classifier", "segmenter", "network")),
 }
 # Prefixes of sources that are no paths.
-ELSEWHERE = ("timm:", "hf-hub:")
+REMOTE_PREFIXES = ("timm:", "hf-hub:")
 
 
 def kind_of(metadata: Mapping[str, str]) -> Kind:
@@ -79,8 +79,14 @@ def resolve(place: str, command: str) -> str:
         raise DataError(f"{place}: {getattr(error, 'strerror', None) or error}") from error
     if is_run(path):
         weights = path / (read_object(path / "result.json") or {}).get("weights", WEIGHTS)
-        stated = (read_object(path / "run.json") or {}).get(KEY)
-        kind = kind_of({KEY: stated}) if stated else kind_of(_metadata(weights)) if weights.is_file() else None
+        recorded_kind = (read_object(path / "run.json") or {}).get(KEY)
+        kind = (
+            kind_of({KEY: recorded_kind})
+            if recorded_kind
+            else kind_of(_metadata(weights))
+            if weights.is_file()
+            else None
+        )
         if kind:
             _check(place, kind, command, run=True)
         if not weights.is_file():
@@ -91,7 +97,7 @@ def resolve(place: str, command: str) -> str:
     if path.is_file():
         _check(place, kind_of(_metadata(path)), command, run=False)
         return str(path)
-    if place != "none" and not path.exists() and not place.startswith(ELSEWHERE):
+    if place != "none" and not path.exists() and not place.startswith(REMOTE_PREFIXES):
         raise DataError(f"{place}: no such file or folder; name a run's folder ('dpn runs' lists them) or weights")
     return place
 
@@ -114,8 +120,8 @@ def _metadata(path: Path) -> dict[str, str]:
 
 
 def _check(place: str, kind: Kind, command: str, *, run: bool) -> None:
-    purpose, takes = COMMANDS[command]
-    if kind in takes:
+    purpose, accepted_kinds = COMMANDS[command]
+    if kind in accepted_kinds:
         return
     source_text = f"{place} is {NAMES[kind][0 if run else 1]}"
     if kind == "sweep":
@@ -123,10 +129,12 @@ def _check(place: str, kind: Kind, command: str, *, run: bool) -> None:
     if kind == "comparison":
         raise DataError(f"{source_text}: each of them has a folder below it, such as NETWORK/seed0; name one of those")
     if kind == "network":
-        needed = takes[0]
-        raise DataError(f"{place} is not {NAMES[needed][1]}; {MAKERS[needed].format(place=place)}")
-    takers = {name: use for name, (use, kinds) in COMMANDS.items() if kind in kinds and name.startswith("dpn")}
-    same = [name for name, use in takers.items() if use == purpose]
-    if same:
-        raise DataError(f"{source_text}; use '{same[0]}'")
-    raise DataError(f"{source_text}, which '{command}' does not take; commands for it: {', '.join(takers)}")
+        needed_kind = accepted_kinds[0]
+        raise DataError(f"{place} is not {NAMES[needed_kind][1]}; {MAKERS[needed_kind].format(place=place)}")
+    accepting_commands = {
+        name: use for name, (use, kinds) in COMMANDS.items() if kind in kinds and name.startswith("dpn")
+    }
+    similar_commands = [name for name, use in accepting_commands.items() if use == purpose]
+    if similar_commands:
+        raise DataError(f"{source_text}; use '{similar_commands[0]}'")
+    raise DataError(f"{source_text}, which '{command}' does not take; commands for it: {', '.join(accepting_commands)}")

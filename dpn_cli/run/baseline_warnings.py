@@ -58,9 +58,9 @@ def result_warning(metric: str, value: float, floors: Mapping[str, float], trial
     if value >= floor >= 100:
         return None  # no score exceeds a floor of 100 %
     words = {"most_frequent_class": "what always naming the most frequent class gives"}.get(name, name)
-    counted, above = "" if trials is None else f" of {trials}", "clearly above" if value > floor else "above"
+    counted, comparison = "" if trials is None else f" of {trials}", "clearly above" if value > floor else "above"
     return (
-        f"NOTHING LEARNT: {metric} {value:.2f} %{counted} is not {above} {words} ({floor:.2f} %). Check the "
+        f"NOTHING LEARNT: {metric} {value:.2f} %{counted} is not {comparison} {words} ({floor:.2f} %). Check the "
         "curve of the loss, then change the learning rate, the length of the training or the data"
     )
 

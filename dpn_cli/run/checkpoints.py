@@ -27,7 +27,7 @@ from dpn_cli.run.distributed import World
 from dpn_cli.run.files import file_digest, flush, save_error
 
 # The files of a state: its tensors where they are whole, its plain values where they are not, and the digests.
-WHOLE, PLAIN, DIGESTS = "state.safetensors", "state.json", "sha256"
+WHOLE_STATE, PLAIN_STATE, DIGESTS = "state.safetensors", "state.json", "sha256"
 State = tuple[dict[str, Tensor], dict[str, Any]]
 Empty = Callable[[str, torch.Size, torch.dtype], Tensor]
 """``empty(name, size, dtype)`` returns what a saved tensor is read into, which may be in parts over the ranks."""
@@ -50,7 +50,7 @@ class Checkpoints:
         Raises `SaveError`.
         """
         with self._saving(name):
-            data = self._new_folder(name) / WHOLE
+            data = self._new_folder(name) / WHOLE_STATE
             save_file(
                 {key: value.detach().cpu().contiguous() for key, value in tensors.items()},
                 data,
@@ -77,8 +77,8 @@ class Checkpoints:
 
         def publish() -> None:
             with self._saving(name):
-                (fresh / PLAIN).write_text(json.dumps(state), encoding="utf-8")
-                all_digests = [{PLAIN: file_digest(fresh / PLAIN)}, *digests]
+                (new_folder / PLAIN_STATE).write_text(json.dumps(state), encoding="utf-8")
+                all_digests = [{PLAIN_STATE: file_digest(new_folder / PLAIN_STATE)}, *digests]
                 self._publish(
                     name,
                     "\n".join(
@@ -86,14 +86,14 @@ class Checkpoints:
                     ),
                 )
 
-        fresh = distributed.on_leader(world, create_folder)
+        new_folder = distributed.on_leader(world, create_folder)
         with self._saving(name):
             try:
                 whole_tensors = {key: value.detach() for key, value in tensors.items()}
-                save(whole_tensors, storage_writer=HuggingFaceStorageWriter(str(fresh), save_distributed=True))
+                save(whole_tensors, storage_writer=HuggingFaceStorageWriter(str(new_folder), save_distributed=True))
             except CheckpointException as error:  # which holds the errors of all ranks
                 raise next(iter(error.failures.values()))[0] from error
-        part_files = sorted(fresh.glob("*.safetensors"))
+        part_files = sorted(new_folder.glob("*.safetensors"))
         digests = distributed.on_all(compute_digests)
         distributed.on_leader(world, publish)
 
@@ -127,21 +127,21 @@ class Checkpoints:
 
     def _new_folder(self, name: str) -> Path:
         """Make an empty folder for a state."""
-        fresh = self.path / f".{name}"
-        shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir(parents=True)
-        return fresh
+        new_folder = self.path / f".{name}"
+        shutil.rmtree(new_folder, ignore_errors=True)
+        new_folder.mkdir(parents=True)
+        return new_folder
 
     def _publish(self, name: str, digests: str) -> None:
         """Flush the new state and rename it into place, with its digests."""
-        fresh, last, previous = (self.path / part for part in (f".{name}", name, f"{name}.previous"))
-        (fresh / DIGESTS).write_text(digests + "\n", encoding="utf-8")
-        for path in (*sorted(fresh.iterdir()), fresh):
+        new_folder, last, previous = (self.path / part for part in (f".{name}", name, f"{name}.previous"))
+        (new_folder / DIGESTS).write_text(digests + "\n", encoding="utf-8")
+        for path in (*sorted(new_folder.iterdir()), new_folder):
             flush(path)
         if last.is_dir():
             shutil.rmtree(previous, ignore_errors=True)
             last.rename(previous)
-        fresh.rename(last)
+        new_folder.rename(last)
         flush(self.path)
 
 
@@ -150,20 +150,20 @@ def _is_intact(path: Path) -> bool:
     if not (path / DIGESTS).is_file():
         return False
     lines = [line.split() for line in (path / DIGESTS).read_text("utf-8", "replace").splitlines()]
-    if (path / WHOLE).is_file():
-        return lines == [[file_digest(path / WHOLE)]]
+    if (path / WHOLE_STATE).is_file():
+        return lines == [[file_digest(path / WHOLE_STATE)]]
     listed = {line[1]: line[0] for line in lines if len(line) == 2}
     rank, size = distributed.rank_and_size()
-    mine = list(listed.items())[rank::size]
-    damaged = any(not (path / file).is_file() or file_digest(path / file) != digest for file, digest in mine)
-    return PLAIN in listed and not distributed.max_over_ranks(damaged)
+    own_files = list(listed.items())[rank::size]
+    damaged = any(not (path / file).is_file() or file_digest(path / file) != digest for file, digest in own_files)
+    return PLAIN_STATE in listed and not distributed.max_over_ranks(damaged)
 
 
 def _read(path: Path, empty: Empty | None) -> State:
-    whole = path / WHOLE
-    if not whole.is_file():
-        return _read_parts(path, empty or _whole), json.loads((path / PLAIN).read_text("utf-8"))
-    with safe_open(whole, framework="pt") as file:
+    whole_file = path / WHOLE_STATE
+    if not whole_file.is_file():
+        return _read_parts(path, empty or _whole), json.loads((path / PLAIN_STATE).read_text("utf-8"))
+    with safe_open(whole_file, framework="pt") as file:
         state: dict[str, Any] = json.loads(file.metadata()["state"])
         if empty is None:
             return {key: file.get_tensor(key) for key in file.keys()}, state  # noqa: SIM118

@@ -117,7 +117,7 @@ def sparkline(values: Iterable[float]) -> str:
 def average_stretches(values: Sequence[float], most: int) -> list[float]:
     """Return the means of up to `most` stretches of numbers, equally long but for one number."""
     count = min(most, len(values))
-    ends = [place * len(values) // count for place in range(count + 1)] if count else []
+    ends = [index * len(values) // count for index in range(count + 1)] if count else []
     return [fmean(values[start:end]) for start, end in pairwise(ends)]
 
 
@@ -253,13 +253,13 @@ class Console:
                 task = bar.add_task(escape(label), total=total)
                 yield lambda count: bar.advance(task, count)
         else:
-            finished, last_time = 0, self.clock()
+            finished_count, last_time = 0, self.clock()
 
             def line(count: int) -> None:
-                nonlocal finished, last_time
-                finished += count
+                nonlocal finished_count, last_time
+                finished_count += count
                 if self.clock() - last_time >= LINE_EVERY:
-                    self.info(f"{label}: {finished} of {total} images")
+                    self.info(f"{label}: {finished_count} of {total} images")
                     last_time = self.clock()
 
             yield line

@@ -145,8 +145,8 @@ def _device(name: str, local: int) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        have = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-        raise DpnError(f"--device {name}: not usable here; this machine has {', '.join(have)}") from error
+        available = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        raise DpnError(f"--device {name}: not usable here; this machine has {', '.join(available)}") from error
     return torch.device("cuda", local) if name == "cuda" else device
 
 
@@ -221,9 +221,9 @@ def on_all(compute: Callable[[], ValueT]) -> list[ValueT]:
     except DpnError as error:
         problem = error
     outcomes = from_all((value, problem))
-    for _, stopped in outcomes:
-        if stopped is not None:
-            raise stopped
+    for _, is_stopped in outcomes:
+        if is_stopped is not None:
+            raise is_stopped
     return [cast(ValueT, computed) for computed, _ in outcomes]
 
 

@@ -121,6 +121,6 @@ def _start_ticks(process: int) -> str | None:
     return "" if state == "Z" else fields[18]  # starttime is field 22 in proc(5), the state field 3
 
 
-def now() -> str:
+def format_now() -> str:
     """Return the current time with its zone, to the second."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")

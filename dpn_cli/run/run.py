@@ -160,7 +160,7 @@ def _folder_options(
     open_options = {"resume": launch.resume, "overwrite": launch.overwrite}
     folder = RunFolder(path)
     run = folder.facts
-    if torchrun is None or not run or folder.untouched:
+    if torchrun is None or not run or folder.is_untouched:
         return open_options
     if torchrun.has_worked_on(run):
         if not launch.resume:
@@ -222,7 +222,7 @@ def _record_precision(folder: RunFolder, precision: str, console: Console) -> No
 def _saved_network(path: Path) -> object:
     """Return the network of the run in a folder; None without a run that has produced anything."""
     folder = RunFolder(path)
-    config = None if path.is_dir() and folder.untouched else read_config(path / "config.yaml")
+    config = None if path.is_dir() and folder.is_untouched else read_config(path / "config.yaml")
     return (config or {}).get("backbone")
 
 
@@ -305,5 +305,5 @@ def _complete_config(config: Section, facts: Mapping[str, Any], saved: Any) -> A
         complete_config = type(config).model_validate(saved)
     except ValidationError:
         return saved  # the differences are listed key by key
-    unchanged = with_saved_decoder(config, facts) is config
-    return (with_saved_decoder(complete_config, facts) if unchanged else complete_config).model_dump(mode="json")
+    is_unchanged = with_saved_decoder(config, facts) is config
+    return (with_saved_decoder(complete_config, facts) if is_unchanged else complete_config).model_dump(mode="json")

@@ -18,7 +18,15 @@ import yaml
 
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.run import artifact_kinds
-from dpn_cli.run.environment import config_digest, differences, git_commit, now, read_config, this_process, versions
+from dpn_cli.run.environment import (
+    config_digest,
+    differences,
+    format_now,
+    git_commit,
+    read_config,
+    this_process,
+    versions,
+)
 from dpn_cli.run.files import (
     clear_folder,
     is_leftover,
@@ -61,7 +69,7 @@ class RunFolder:
         return dict(self.facts.get("timing") or {})
 
     @property
-    def untouched(self) -> bool:
+    def is_untouched(self) -> bool:
         """Return whether the run there has not produced anything."""
         names = self._names()
         return "run.json" in names and names <= {*IDENTITY}
@@ -99,10 +107,10 @@ class RunFolder:
                 folder._same_version()
                 folder._continue(config, kind, warn, complete)
             else:
-                folder._begin(config, kind)
+                folder._start(config, kind)
             return folder
         remove_leftovers(path)
-        if names and (overwrite or folder.untouched):
+        if names and (overwrite or folder.is_untouched):
             clear_folder(path, last=IDENTITY)  # a run that ended before it produced anything can be replaced
         elif names and not resume:
             state = "a finished run" if folder.result else "a run that has not finished"
@@ -113,28 +121,31 @@ class RunFolder:
         elif names:
             folder._continue(config, kind, warn, complete)
             return folder
-        folder._begin(config, kind)
+        folder._start(config, kind)
         return folder
 
     def _same_version(self) -> None:
         """Raise `DpnError` when another version of this program works on the run."""
-        there, here = (facts.get("dpn-cli") for facts in (self.facts.get("versions") or {}, versions()))
-        if there != here:
-            raise DpnError(f"-o {self.path}: dpn {there} works on the run there, and this is {here}; install {there}")
+        run_version, own_version = (facts.get("dpn-cli") for facts in (self.facts.get("versions") or {}, versions()))
+        if run_version != own_version:
+            raise DpnError(
+                f"-o {self.path}: dpn {run_version} works on the run there, and this is {own_version}; install "
+                f"{run_version}"
+            )
 
     def _is_ours(self, names: set[str]) -> bool:
         """Return whether a folder is a run; one of the two files that describe it may be missing or damaged."""
         with_versions = "dpn-cli" in str(self.facts.get("versions"))
         return names >= set(IDENTITY) or with_versions or read_config(self.path / "config.yaml") is not None
 
-    def _begin(self, config: Mapping[str, Any], kind: artifact_kinds.Kind) -> None:
+    def _start(self, config: Mapping[str, Any], kind: artifact_kinds.Kind) -> None:
         """Describe the run. Writes run.json first, because it alone marks the folder as ours."""
         self.update(
             kind=kind,
             config=config_digest(config),
             argv=sys.argv,
             status="running",
-            started=now(),
+            started=format_now(),
             versions=versions(),
             git=git_commit(),
         )
@@ -156,16 +167,16 @@ class RunFolder:
             raise DpnError(
                 f"-o {path}: an earlier version of dpn made this run; continue it with that version, or pass another -o"
             )
-        there = facts.get(artifact_kinds.KEY, kind)
-        if there != kind:
+        run_kind = facts.get(artifact_kinds.KEY, kind)
+        if run_kind != kind:
             raise DpnError(
-                f"-o {path}: the folder holds {artifact_kinds.NAMES[there][0]} and not "
+                f"-o {path}: the folder holds {artifact_kinds.NAMES[run_kind][0]} and not "
                 f"{artifact_kinds.NAMES[kind][0]}; pass another -o"
             )
-        before = read_config(path / "config.yaml")
-        changed = [] if before is None else differences(complete(before), config)
+        saved_config = read_config(path / "config.yaml")
+        changed = [] if saved_config is None else differences(complete(saved_config), config)
         if facts.get("config") != config_digest(config):
-            if before is None:
+            if saved_config is None:
                 raise DataError(
                     f"{path / 'config.yaml'}: missing or damaged, so this config cannot be compared with that of the "
                     "run there; restore the file, start again with --overwrite, or pass another -o"
@@ -177,11 +188,11 @@ class RunFolder:
                 )
         if (path / "result.json").is_file() and self.result is None:
             warn(f"{path / 'result.json'} is damaged and is computed again")
-        if before is None or changed:
+        if saved_config is None or changed:
             self._write_config(config)
             warn(f"{path / 'config.yaml'} was missing or damaged and is written again")
         if not facts:
-            self._begin(config, kind)
+            self._start(config, kind)
             warn(
                 f"{path / 'run.json'} was missing or damaged and is written again; its record of the data and "
                 "weights at the start is lost, so the run continues with those that are there now"
@@ -193,9 +204,9 @@ class RunFolder:
         """Set fields of run.json; a status "running" also records this process."""
         if fields.get("status") == "running":
             fields["process"] = this_process()
-        replace_json(self.path / "run.json", {**self.facts, **fields, "updated": now()})
+        replace_json(self.path / "run.json", {**self.facts, **fields, "updated": format_now()})
 
-    def note_time(self, seconds: float, waiting: float) -> None:
+    def record_time(self, seconds: float, waiting: float) -> None:
         """Keep how long a training took in run.json: weight files hold no times, so that equal ones are equal files."""
         self.update(timing={"train_seconds": round(seconds, 2), "wait_seconds": round(waiting, 2)})
 

@@ -21,7 +21,7 @@ LAST_SAVED = "run the same command with --resume to continue from the last saved
 _received: list[int] = []  # global, as signal handlers are
 
 
-def _note(number: int, frame: FrameType | None) -> None:
+def _record_signal(number: int, frame: FrameType | None) -> None:
     if number == signal.SIGINT and signal.SIGINT in _received:
         raise KeyboardInterrupt
     _received.append(number)
@@ -33,11 +33,11 @@ def listen(ending: str = RESUME) -> Iterator[None]:
 
     `ending` ends the error's message. Under nohup, SIGHUP stays ignored. A nested call changes nothing.
     """
-    if signal.getsignal(signal.SIGTERM) is _note:
+    if signal.getsignal(signal.SIGTERM) is _record_signal:
         yield
         return
-    heeded = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
-    previous_handlers = {number: signal.signal(number, _note) for number in heeded}
+    caught_signals = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+    previous_handlers = {number: signal.signal(number, _record_signal) for number in caught_signals}
     try:
         yield
     except StoppedError as error:

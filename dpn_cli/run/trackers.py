@@ -18,15 +18,15 @@ def build_tracker(name: str, path: Path, console: Console) -> Track:
     except Exception as error:  # trackers raise anything, and nothing of it may stop a run
         console.warn(f"--report-to {name}: not available ({error}); pip install 'dpn-cli[{name}]'. The run continues")
         return lambda label, record: None
-    alive = True
+    is_alive = True
 
     def track(label: str, record: dict[str, Any]) -> None:
-        nonlocal alive
+        nonlocal is_alive
         try:
-            if alive:
+            if is_alive:
                 write(label, record)
         except Exception as error:
-            alive = False
+            is_alive = False
             console.warn(f"--report-to {name}: stopped working ({error}); the run continues, see metrics.jsonl")
 
     return track

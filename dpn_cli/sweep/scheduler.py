@@ -73,8 +73,8 @@ def run_all(
     try:
         while True:
             check()
-            unfinished = {*waiting, *running, *failed}
-            ready = [work for work in waiting.values() if not unfinished.intersection(work.after)]
+            unfinished_names = {*waiting, *running, *failed}
+            ready = [work for work in waiting.values() if not unfinished_names.intersection(work.after)]
             for work in ready:
                 if free and backend.has_room(work):
                     del waiting[work.name]

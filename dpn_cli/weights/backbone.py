@@ -243,16 +243,16 @@ def _check_norms_agree(
     source: Checkpoint, norm: str | None, placement: str | None, options: NormOptions | None
 ) -> None:
     """Raise `DpnError` if the requested norms of the blocks differ from the checkpoint's."""
-    for option, stated, actual in (
+    for option, requested, actual in (
         ("--norm", norm, source.norm),
         ("--placement", placement, source.placement),
         ("backbone.norm_options", options, source.norm_options),
     ):
-        if stated is not None and stated != actual:
+        if requested is not None and requested != actual:
             raise DpnError(
-                f"{option} {stated}: {source.source} was trained with {actual}. Ways out: leave it out to use "
-                f"this network as it is; --checkpoint with weights that were trained with {stated}; --checkpoint none "
-                "to train from scratch"
+                f"{option} {requested}: {source.source} was trained with {actual}. Ways out: leave it out to use "
+                f"this network as it is; --checkpoint with weights that were trained with {requested}; --checkpoint "
+                "none to train from scratch"
             )
 
 

@@ -46,10 +46,10 @@ class Facts:
 
     def apply(self, source: Checkpoint) -> Checkpoint:
         """Return the checkpoint with the stated facts. Raises `DpnError` for facts that do not fit it."""
-        stated = {item.name: value for item in fields(self) if (value := getattr(self, item.name)) is not None}
-        assumed = {name: text for name, text in source.assumed.items() if name not in stated}
-        notes = [f"{name} {value} as stated by the user" for name, value in stated.items()]
-        applied = replace(source, **stated, assumed=assumed, notes=[*source.notes, *notes])
+        given_facts = {item.name: value for item in fields(self) if (value := getattr(self, item.name)) is not None}
+        assumed = {name: text for name, text in source.assumed.items() if name not in given_facts}
+        notes = [f"{name} {value} as stated by the user" for name, value in given_facts.items()]
+        applied = replace(source, **given_facts, assumed=assumed, notes=[*source.notes, *notes])
         attention = source.state.get("blocks.0.attn.qkv.weight")
         if self.heads and attention is not None and len(attention) // 3 % self.heads:
             width = len(attention) // 3
@@ -57,7 +57,9 @@ class Facts:
         try:
             check_facts(applied)
         except ValueError as error:
-            raise DpnError(f"{', '.join(f'--{name} {value}' for name, value in stated.items())}: {error}") from error
+            raise DpnError(
+                f"{', '.join(f'--{name} {value}' for name, value in given_facts.items())}: {error}"
+            ) from error
         return applied
 
 

@@ -37,10 +37,10 @@ def infer_config(
         raise DataError(f"{source.source}: - {error.args[0]} is missing; not a whole ViT") from error
     if min(width, rows, columns, mlp, attn_width) < 1:
         raise DataError(f"{source.source}: its tensors are empty; not a whole ViT")
-    stated = parse_arch(arch) if arch else None
-    heads = source.heads or (stated[0].heads if stated else _default_heads(source, width))
+    requested = parse_arch(arch) if arch else None
+    heads = source.heads or (requested[0].heads if requested else _default_heads(source, width))
     size = Size(width, depth, mlp, heads)
-    if stated and (stated != (size, rows) or rows != columns):
+    if requested and (requested != (size, rows) or rows != columns):
         file_arch = f"{size_name(size) or size}/{rows}"
         raise DpnError(f"--arch {arch}: {source.source} is {file_arch}; leave --arch out, or pass another checkpoint")
     if heads < 1 or attn_width % heads:

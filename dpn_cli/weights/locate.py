@@ -29,8 +29,8 @@ def open_checkpoint(checkpoint: str) -> Checkpoint:
 
 
 def _open_hub_file(name: str) -> Checkpoint:
-    owner, _, rest = name.partition("/")
-    repo, _, filename = rest.partition("/")
+    owner, _, repository = name.partition("/")
+    repo, _, filename = repository.partition("/")
     if not owner or not repo:
         raise DpnError(f"hf-hub:{name}: write hf-hub:OWNER/NAME or hf-hub:OWNER/NAME/FILE")
     repo = f"{owner}/{repo}"

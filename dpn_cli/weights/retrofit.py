@@ -67,17 +67,17 @@ def retrofit(
         raise DpnError(f"--stem {stem}: has no norms to fit; use {', '.join(FITTED)}")
     plain = load_with_head(source, image_size)
     dual = convert_network(plain, replace(plain.config, stem=stem))
-    fitted = fit_stem(plain, dual, images)
-    survival = {"fitted": fitted.survives, "copied": fitted.copied}
+    fit = fit_stem(plain, dual, images)
+    survival = {"fitted": fit.survives, "copied": fit.copied}
     digest = export_backbone(dual, target, {"origin": origin_metadata(plain), "retrofit": json.dumps(survival)})
     return {
         "path": str(target),
         "digest": digest,
-        "patches": fitted.patches,
-        "contrast": fitted.contrast,
-        "brightness": fitted.brightness,
-        "survives": fitted.survives,
-        "survives_copied": fitted.copied,
+        "patches": fit.patches,
+        "contrast": fit.contrast,
+        "brightness": fit.brightness,
+        "survives": fit.survives,
+        "survives_copied": fit.copied,
     }
 
 
@@ -89,10 +89,12 @@ def convert_network(model: Backbone, config: ViTConfig, seed: int = 0) -> Backbo
     report = LoadReport(model.report.source, model.report.format, model.report.digest, network=str(config))
     other = Backbone(config, model.mean, model.std, report)
     other.initialize(seed)
-    own, state = other.state_dict(), model.state_dict()
-    copied = {name: value for name, value in state.items() if name in own and own[name].shape == value.shape}
-    other.load_state_dict({**own, **copied})
-    report.new += [name for name in own if name not in copied]
+    other_state, state = other.state_dict(), model.state_dict()
+    copied = {
+        name: value for name, value in state.items() if name in other_state and other_state[name].shape == value.shape
+    }
+    other.load_state_dict({**other_state, **copied})
+    report.new += [name for name in other_state if name not in copied]
     report.dropped += [name for name in state if name not in copied]
     report.parameters = sum(parameter.numel() for parameter in other.parameters())
     other.eval()
@@ -197,15 +199,15 @@ def _least_squares(plain: Backbone, other: Backbone, norm: nn.LayerNorm | nn.RMS
 def _explained_variance(plain: Backbone, other: Backbone, images: Batches) -> float:
     """Return 1 - E|other - plain|^2 / E|plain - mean|^2 over the tokens of the held-out images."""
     with_positions = _norm_of_positions(other)
-    count, wrong, total, squares = 0, 0.0, torch.zeros(plain.embed_dim, dtype=torch.float64), 0.0
+    count, squared_error, total, squares = 0, 0.0, torch.zeros(plain.embed_dim, dtype=torch.float64), 0.0
     for pixels in _split(images, held_out=True):
-        tokens, fitted = (_tokens(model, pixels, with_positions=with_positions) for model in (plain, other))
+        tokens, other_tokens = (_tokens(model, pixels, with_positions=with_positions) for model in (plain, other))
         count += len(tokens)
-        wrong += float(((fitted - tokens) ** 2).sum())
+        squared_error += float(((other_tokens - tokens) ** 2).sum())
         squares += float((tokens**2).sum())
         total += tokens.sum(0)
     if count == 0:
         raise DataError(
             f"fewer than {HELD_OUT} images to fit a stem on: none is left to measure what survives; pass more (--data)"
         )
-    return 1 - wrong / (squares - float((total**2).sum()) / count)
+    return 1 - squared_error / (squares - float((total**2).sum()) / count)

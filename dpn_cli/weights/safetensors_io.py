@@ -61,10 +61,12 @@ def verify(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         return  # of another library, or written before there were checksums
     actual = _checksums(tensors, {name: text for name, text in metadata.items() if name != KEY})
     try:
-        written = dict(json.loads(metadata[KEY]))
+        description = dict(json.loads(metadata[KEY]))
     except ValueError:
-        written = {}
-    damaged = [name or "its metadata" for name in {**written, **actual} if written.get(name) != actual.get(name)]
+        description = {}
+    damaged = [
+        name or "its metadata" for name in {**description, **actual} if description.get(name) != actual.get(name)
+    ]
     if damaged:
         suffix = f" and {len(damaged) - 3} more" if len(damaged) > 3 else ""
         raise DataError(

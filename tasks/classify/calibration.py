@@ -109,10 +109,10 @@ def reliability(predictions: Sequence[ClassScores], name: str) -> Reliability:
 
 def confusion(predictions: Sequence[ClassScores], classes: Sequence[str]) -> list[list[int]]:
     """Return counts (classes, classes); rows are true classes."""
-    place = {name: index for index, name in enumerate(classes)}
-    pairs = np.array([(place[prediction.true], place[prediction.predicted]) for prediction in predictions]).reshape(
-        -1, 2
-    )
+    index_of = {name: index for index, name in enumerate(classes)}
+    pairs = np.array(
+        [(index_of[prediction.true], index_of[prediction.predicted]) for prediction in predictions]
+    ).reshape(-1, 2)
     counts = np.zeros((len(classes), len(classes)), dtype=int)
     np.add.at(counts, (pairs[:, 0], pairs[:, 1]), 1)
     rows: list[list[int]] = counts.tolist()

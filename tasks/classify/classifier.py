@@ -141,8 +141,8 @@ def readable(classes: Sequence[str]) -> list[str]:
     from timm.data import ImageNetInfo
 
     info = ImageNetInfo("imagenet-1k")
-    known = set(info.label_names())
-    return [info.label_name_to_description(name) if name in known else name for name in classes]
+    labels = set(info.label_names())
+    return [info.label_name_to_description(name) if name in labels else name for name in classes]
 
 
 @torch.inference_mode()

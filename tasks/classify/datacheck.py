@@ -42,8 +42,8 @@ def check_data(config: SupervisedConfig, findings: DataFindings, ranks: int) -> 
     if small := sum(min(side) < min(size) for side in train.sides[train.readable].tolist()):
         findings.notes.append(f"{small} of {count} training images are smaller than the input of {min(size)} pixels")
     _check_order(str(config.data.source), data.classes, findings)
-    if note := describe_imagenet(data):
-        findings.notes.append(note)
+    if message := describe_imagenet(data):
+        findings.notes.append(message)
     _note_storage(data.train, findings)
     check_batch(findings, len(data.train.labels), config.batch_size, ranks, config.runtime.workers, 3 * math.prod(size))
     return fingerprints(data)

@@ -32,7 +32,9 @@ def is_imagenet(place: str) -> bool:
         path = Path(place)
     if is_shards(place):
         return bool(IMAGENET.search(f"{path.parent.name}/{path.name}")) or _all_wordnet(_lines(path.parent))
-    return bool(IMAGENET.search(path.name)) or _all_wordnet(_packed(path) or _folders(path / "train") or _folders(path))
+    return bool(IMAGENET.search(path.name)) or _all_wordnet(
+        _packed_splits(path) or _folders(path / "train") or _folders(path)
+    )
 
 
 def _all_wordnet(classes: list[str]) -> bool:
@@ -46,7 +48,7 @@ def _lines(folder: Path) -> list[str]:
         return []
 
 
-def _packed(root: Path) -> list[str]:
+def _packed_splits(root: Path) -> list[str]:
     try:
         return list(json.loads((root / "manifest.json").read_text("utf-8"))["classes"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError):

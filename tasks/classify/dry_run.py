@@ -45,13 +45,13 @@ def dry_run_training(run: Run[ConfigT], data: ClassData) -> Cost:
         model = load_network(config, len(data.classes))
         if config.freeze:
             freeze(model, config.freeze)
-        watched = bool(data.minival.labels)
+        has_minival = bool(data.minival.labels)
         job = engine.TrainJob.from_config(
             config,
             loss_fn=loss_of(config, model, len(data.classes)),
             batches=training_batches(config, model, data, world, workers=0, skip_bad=config.data.skip_bad_images),
             ema_decay=config.ema,
-            evaluate_every=evaluation_interval(config) if watched else 0,
+            evaluate_every=evaluation_interval(config) if has_minival else 0,
             keep_best=config.select == "best",
             world=world,
             outputs=engine.Outputs(warn=console.warn),
@@ -71,12 +71,12 @@ def _sampled(config: SupervisedConfig, model: Backbone, data: ClassData, world: 
     in_process = without_workers(config)
     side = resize_side_of(config, model.config.image_size)
     classifier = Classifier(model, data.classes, config.loss, side, {}, split.reading.decoder)
-    probed = config.fewshot * len(data.classes) + len(data.minival.labels) if config.fewshot else 0
+    probe_images = config.fewshot * len(data.classes) + len(data.minival.labels) if config.fewshot else 0
     return Sampled(
         len(samples.labels),
         lambda: evaluate(classifier, samples, in_process, world),
         lambda: load_batch(samples, classifier.transform, config, world),
-        during=len(data.minival.labels) + probed,
+        during=len(data.minival.labels) + probe_images,
         end=len(data.val.labels),
     )
 

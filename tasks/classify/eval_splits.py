@@ -38,28 +38,28 @@ class ConcatImages(Images):
         self.labels: Sequence[int] = [label for part in self.parts for label in part.labels]
         self.sizes: Sequence[int] = [size for part in self.parts for size in part.sizes]
 
-    def _place(self, index: int) -> tuple[LabelledImages, int]:
+    def _locate(self, index: int) -> tuple[LabelledImages, int]:
         number = bisect_right(self.starts, index) - 1
         return self.parts[number], index - self.starts[number]
 
     def where(self, index: int) -> str:
         """Return the location of an image in its split."""
-        part, row = self._place(index)
+        part, row = self._locate(index)
         return part.where(row)
 
     def key(self, index: int) -> str:
         """Return the name of an image in its split."""
-        part, row = self._place(index)
+        part, row = self._locate(index)
         return part.key(row)
 
     def content(self, index: int) -> bytes:
         """Return the stored bytes of an image."""
-        part, row = self._place(index)
+        part, row = self._locate(index)
         return part.content(row)
 
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet."""
-        part, row = self._place(index)
+        part, row = self._locate(index)
         return part.open(row)
 
 
@@ -122,8 +122,8 @@ def _data_of_run(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _same_place(source: ImageSource, facts: Mapping[str, Any]) -> bool:
-    places = source.place, _data_of_run(facts).get("source") or ""
-    return places[0] == places[1] or len(set(map(real_path, places))) == 1
+    sources = source.place, _data_of_run(facts).get("source") or ""
+    return sources[0] == sources[1] or len(set(map(real_path, sources))) == 1
 
 
 def _own_data(source: ImageSource, split: Split, facts: Mapping[str, Any]) -> ClassData | None:

@@ -81,15 +81,15 @@ def match_classes(classes: Sequence[str], names: Sequence[str]) -> Tensor | None
         return None
     if all(name.isdecimal() and int(name) < len(classes) for name in names):
         return torch.tensor([int(name) for name in names])
-    place = {name: index for index, name in enumerate(classes)}
-    unknown = [name for name in names if name not in place]
+    index_of = {name: index for index, name in enumerate(classes)}
+    unknown = [name for name in names if name not in index_of]
     if unknown:
         ellipsis = " ..." if len(unknown) > 5 else ""
         raise DataError(
             f"--data: classes that the classifier does not know: {', '.join(unknown[:5])}{ellipsis}; it knows "
             f"{len(classes)}, {', '.join(classes[:5])} among them"
         )
-    return torch.tensor([place[name] for name in names])
+    return torch.tensor([index_of[name] for name in names])
 
 
 def _columns_note(classifier: Classifier, columns: Tensor | None) -> str:
@@ -179,8 +179,8 @@ def read_real(path: Path, split: LabelledImages) -> list[list[int]]:
 
 def real_accuracy(predictions: Sequence[int], real: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Return the share of predictions that are among an image's ReaL labels; images without labels do not count."""
-    judged = [guess in labels for guess, labels in zip(predictions, real, strict=True) if labels]
-    return {"top1": 100 * sum(judged) / len(judged), "images": len(judged)}
+    is_right = [guess in labels for guess, labels in zip(predictions, real, strict=True) if labels]
+    return {"top1": 100 * sum(is_right) / len(is_right), "images": len(is_right)}
 
 
 def describe_scores(result: dict[str, Any]) -> str:

@@ -62,7 +62,7 @@ def export(place: str, folder: Path, kind: Kind) -> dict[str, Any]:
             classifier, deployed, pixels[: BATCHES[0]]
         )
 
-    def proven(temporary: Path) -> None:
+    def write_checked(temporary: Path) -> None:
         nonlocal difference
         with _silence_exporters():
             write(temporary)
@@ -75,7 +75,7 @@ def export(place: str, folder: Path, kind: Kind) -> dict[str, Any]:
                 f"more than {allowed:.0e}"
             )
 
-    digest = replace_file(folder / FILES[kind], proven)
+    digest = replace_file(folder / FILES[kind], write_checked)
     replace_text(folder / "README.md", model_card(classifier, kind, digest))
     return {
         "path": str(folder / FILES[kind]),

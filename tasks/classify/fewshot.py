@@ -54,7 +54,7 @@ def fewshot(options: ProbeOptions, console: Console) -> dict[str, Any]:
             "data": source.place,
             "decoder": source.reading.versions(),
             **network.facts(splits.test, world, console),
-            **_accuracies(network.model.to(world.device), splits, options, world.device, console, network.whole),
+            **_accuracies(network.model.to(world.device), splits, options, world.device, console, network.transform),
         }
 
 
@@ -65,7 +65,7 @@ class ProbedNetwork:
     place: str
     model: Backbone
     trained_on: Any
-    whole: Transform | None
+    transform: Transform | None
 
     @classmethod
     def load(cls, place: str, options: ProbeOptions) -> ProbedNetwork:
@@ -83,7 +83,7 @@ class ProbedNetwork:
         overlap = count_overlap(test, self.trained_on, world)
         if warning := overlap and overlap.warning():
             console.warn(warning)
-        if self.whole:
+        if self.transform:
             console.info("images are resized whole, as this classifier was trained on them")
         return {
             "network": self.place,
@@ -159,16 +159,16 @@ def _accuracies(
     options: ProbeOptions,
     device: torch.device,
     console: Console,
-    whole: Transform | None,
+    transform: Transform | None,
 ) -> dict[str, Any]:
     """Encode the images to draw from and those to test on; returns accuracies in percent by shots and seed."""
-    features = encode_splits(model, splits, options, device, console, whole)
+    features = encode_splits(model, splits, options, device, console, transform)
     accuracy = {shot: [features.accuracy(shot, seed) for seed in options.seeds] for shot in options.shots}
     return {
         "fingerprints": splits.fingerprints,
         "classes": features.classes,
         "images": {"train": len(features.train[1]), "test": len(features.test[1])},
-        "crop": "whole" if whole else "centre",
+        "crop": "whole" if transform else "centre",
         "accuracy": {
             str(shot): {"seeds": list(options.seeds), **summarize(values, PERCENT).to_dict()}
             for shot, values in accuracy.items()
@@ -182,7 +182,7 @@ def encode_splits(
     options: ProbeOptions,
     device: torch.device,
     console: Console,
-    whole: Transform | None,
+    transform: Transform | None,
 ) -> ProbeFeatures:
     """Encode the images to draw from and those to test on.
 
@@ -194,7 +194,7 @@ def encode_splits(
         skip, rows = options.skip_bad_images, options.batch_size
         with console.counting("eval fewshot", len(split.labels)) as on_progress:
             features = encode(
-                model, split, options.runtime, device, rows, skip_bad=skip, transform=whole, on_progress=on_progress
+                model, split, options.runtime, device, rows, skip_bad=skip, transform=transform, on_progress=on_progress
             )
         count = len(features[1])
         console.info(f"{count} images encoded")

@@ -125,7 +125,7 @@ def _encode(network: ProbedNetwork, splits: Splits, run: Run[ProbeOptions]) -> P
     """Encode all images. Raises `OutOfMemoryError`, and as ``encode_splits`` does."""
     device, options = run.world.device, run.config
     try:
-        return encode_splits(network.model.to(device), splits, options, device, run.console, network.whole)
+        return encode_splits(network.model.to(device), splits, options, device, run.console, network.transform)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -140,8 +140,10 @@ class ProbeOptions(Section):
             if len(self.compare) == 1:
                 raise ValueError(f"--compare: needs {examples}")
             weights = self.checkpoints
-            if twin := next((name for name in weights if list(weights.values()).count(weights[name]) > 1), None):
-                raise ValueError(f"--compare: {twin!r} and another network are both {weights[twin]}; name {examples}")
+            if duplicate := next((name for name in weights if list(weights.values()).count(weights[name]) > 1), None):
+                raise ValueError(
+                    f"--compare: {duplicate!r} and another network are both {weights[duplicate]}; name {examples}"
+                )
         elif self.checkpoint is None:
             raise ValueError("CHECKPOINT: missing; name weights of any format, a run, or none")
         elif "{stem}" in self.checkpoint:
@@ -164,9 +166,10 @@ class ProbeOptions(Section):
                 raise ValueError(
                     f"--compare: {name!r} has no weights; write checkpoint=FILE, or CHECKPOINT with {{stem}} in it"
                 )
-            if unused := next((key for key in settings if key != "stem" and f"{{{key}}}" not in source), None):
+            if unused_key := next((key for key in settings if key != "stem" and f"{{{key}}}" not in source), None):
                 raise ValueError(
-                    f"--compare: {name!r}: {unused} is no key; use checkpoint, or write {{{unused}}} in CHECKPOINT"
+                    f"--compare: {name!r}: {unused_key} is no key; use checkpoint, or write {{{unused_key}}} in "
+                    "CHECKPOINT"
                 )
             checkpoints[name] = fill_checkpoint_name(source, settings)
         return checkpoints

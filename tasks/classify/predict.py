@@ -46,11 +46,11 @@ def predict(options: PredictOptions, console: Console) -> Predictions:
                     chances = classifier.probabilities(compute_logits(classifier, images.to(world.device)))
                 best = chances.topk(min(options.top, len(words)), dim=-1)
                 for image, values, indices in zip(part, best.values.tolist(), best.indices.tolist(), strict=True):
-                    guesses = [
+                    candidates = [
                         {"class": classifier.classes[index], "name": words[index], "probability": value}
                         for index, value in zip(indices, values, strict=True)
                     ]
-                    predictions.add({"image": str(image.path), "classes": guesses}, image.small)
+                    predictions.add({"image": str(image.path), "classes": candidates}, image.small)
         predicted = tally(
             "What was predicted", "class", (result["classes"][0]["name"] for result in predictions.results)
         )
@@ -59,5 +59,5 @@ def predict(options: PredictOptions, console: Console) -> Predictions:
 
 
 def _lines(result: dict[str, Any]) -> Sequence[str]:
-    guesses = [f"{guess['name']} {guess['probability']:.1%}" for guess in result["classes"][:MOST_LINES]]
-    return [*guesses, result["image"]]
+    candidates = [f"{candidate['name']} {candidate['probability']:.1%}" for candidate in result["classes"][:MOST_LINES]]
+    return [*candidates, result["image"]]

@@ -36,12 +36,12 @@ def check_batch(config: SupervisedConfig, world: World) -> None:
     """Raise `DpnError` unless ranks can share the batch, and micro-batches divide their shares: it is never rounded."""
     batch = config.batch_size
     check_divides(batch, config.runtime.micro_batch_size, world)
-    odd = [share for rank in range(world.size) if (share := len(replace(world, rank=rank).rows(batch))) % 2]
-    if config.mixing == "timm" and odd:
-        even = -(-batch // (2 * world.size)) * 2 * world.size
+    odd_shares = [share for rank in range(world.size) if (share := len(replace(world, rank=rank).rows(batch))) % 2]
+    if config.mixing == "timm" and odd_shares:
+        even_batch = -(-batch // (2 * world.size)) * 2 * world.size
         raise DpnError(
-            f"--batch-size {batch}: timm mixes images in pairs, and the {odd[0]} images of a rank ({world.size} ranks) "
-            f"are odd; use {even}"
+            f"--batch-size {batch}: timm mixes images in pairs, and the {odd_shares[0]} images of a rank "
+            f"({world.size} ranks) are odd; use {even_batch}"
         )
 
 
@@ -63,9 +63,9 @@ def check_divides(batch: int, micro: int | str, world: World) -> None:
         )
 
 
-def interval(every: int, steps: int) -> int:
+def interval(requested: int, steps: int) -> int:
     """Return the steps between evaluations of a training: `every`, or a quarter of a training shorter than that."""
-    return every if every < steps else max(1, steps // 4)
+    return requested if requested < steps else max(1, steps // 4)
 
 
 def shard_order(config: SupervisedConfig, data: ClassData) -> ShardOrder | None:
@@ -100,8 +100,8 @@ def check_data(config: SupervisedConfig, data: ClassData, folder: RunFolder, wor
         _check_probe(config.fewshot, data)
     if options := final_probe_options(config):
         check_probe_data(options)
-    if note := describe_imagenet(data):
-        console.info(note)
+    if message := describe_imagenet(data):
+        console.info(message)
     console.info(
         f"{len(data.train.labels)} images to train on, {len(data.minival.labels)} in minival, "
         f"{len(data.val.labels)} to validate, {len(data.classes)} classes; "
@@ -172,8 +172,8 @@ def _check_probe(shots: int, data: ClassData) -> None:
 
 
 def _change(previous: list[str], current: list[str]) -> str:
-    gone, new = sorted(set(previous) - set(current)), sorted(set(current) - set(previous))
-    return f"gone: {', '.join(gone[:3]) or 'none'}; new: {', '.join(new[:3]) or 'none'}"
+    removed, added = sorted(set(previous) - set(current)), sorted(set(current) - set(previous))
+    return f"gone: {', '.join(removed[:3]) or 'none'}; new: {', '.join(added[:3]) or 'none'}"
 
 
 def shot_pool(train: LabelledImages) -> LabelledImages:

@@ -84,10 +84,10 @@ def _task(config: PretrainConfig) -> str:
         return "pretrain_sweep"
     shipped = shipped_of(config.about.table) or "pretrain_own"
     if shipped == "pretrain_cifar":  # of several data sets
-        named = re.split("[/:]", (config.data.source or "").rstrip("/"))[-1]
-        return f"pretrain_{named}" if config.epochs is None else f"pretrain_{named}_{config.epochs:g}ep"
-    usual = shipped == "pretrain_own" or config.epochs in (None, read_config(shipped).get("epochs"))
-    return shipped if usual else f"{shipped}_{config.epochs:g}ep"
+        data_name = re.split("[/:]", (config.data.source or "").rstrip("/"))[-1]
+        return f"pretrain_{data_name}" if config.epochs is None else f"pretrain_{data_name}_{config.epochs:g}ep"
+    is_usual = shipped == "pretrain_own" or config.epochs in (None, read_config(shipped).get("epochs"))
+    return shipped if is_usual else f"{shipped}_{config.epochs:g}ep"
 
 
 class _Sweep:
@@ -131,27 +131,34 @@ class _Sweep:
         A search saves scores, not networks: only the best network is retained, until it is scored on the test split.
         """
         searching, runs = replace(self.data, val=self.data.minival), list(trials(config, stage))
-        place = f"stage{number}"
+        stage_folder = f"stage{number}"
         top1: dict[str, float | None] = {}
         best, score = "", -1.0
         for count, (name, trial_config) in enumerate(runs, 1):
-            result = yield from self._trial(f"{place}/{name}", trial_config, searching, f"{count} of {len(runs)}")
+            result = yield from self._trial(
+                f"{stage_folder}/{name}", trial_config, searching, f"{count} of {len(runs)}"
+            )
             top = top1[name] = result["minival_top1"]
-            loser = name
+            worse_name = name
             if top is not None and top > score:
-                best, loser, score = name, best, top
-            if loser:
-                self._delete_network(f"{place}/{loser}")
+                best, worse_name, score = name, best, top
+            if worse_name:
+                self._delete_network(f"{stage_folder}/{worse_name}")
         if not best:
             raise NonFiniteError(f"stage {number}: every run ended with a NaN or infinite loss; lower lr")
         best_config = dict(runs)[best]
         self.console.info(f"stage {number}: {best} is best, {score:.2f} % on the validation split")
-        row = {"epochs": stage.epochs, "top1": top1, "chosen": best, "test_top1": self._test(place, best, best_config)}
+        row = {
+            "epochs": stage.epochs,
+            "top1": top1,
+            "chosen": best,
+            "test_top1": self._test(stage_folder, best, best_config),
+        }
         return best_config, row
 
-    def _test(self, place: str, name: str, config: PretrainConfig) -> float | None:
+    def _test(self, stage_folder: str, name: str, config: PretrainConfig) -> float | None:
         """Score a stage's choice on the test split, or return its score; None where its network is gone."""
-        weights_file, score_file = self.folder.path / place / name, self.folder.path / place / "test.json"
+        weights_file, score_file = self.folder.path / stage_folder / name, self.folder.path / stage_folder / "test.json"
         row: Json | None = from_leader(read_object(score_file))
         if row is None:
             if not from_leader((weights_file / WEIGHTS).is_file()):
@@ -164,24 +171,24 @@ class _Sweep:
             row = {"run": name, "top1": evaluate(classifier, self.data.val, config, self.world).top1}
             if self.world.leads:
                 replace_json(score_file, row)
-        self._delete_network(f"{place}/{name}")
+        self._delete_network(f"{stage_folder}/{name}")
         top1: float = row["top1"]
         return top1
 
-    def _delete_network(self, place: str) -> None:
+    def _delete_network(self, stage_folder: str) -> None:
         """Delete a run's network, once no rank reads it any more."""
         barrier()
         if self.world.leads:
-            (self.folder.path / place / WEIGHTS).unlink(missing_ok=True)
+            (self.folder.path / stage_folder / WEIGHTS).unlink(missing_ok=True)
 
     def _trial(
-        self, place: str, config: PretrainConfig, data: ClassData, shown: str
+        self, stage_folder: str, config: PretrainConfig, data: ClassData, shown_name: str
     ) -> Generator[Training, None, Json]:
         """Yield a training unless it is finished; return its result."""
-        path = self.folder.path / place
+        path = self.folder.path / stage_folder
         folder = open_folder(path, config, "classifier", self.world, self.console, resume=True, overwrite=False)
         if folder.result is None:
-            self.console.info(f"{place} ({shown})")
+            self.console.info(f"{stage_folder} ({shown_name})")
             counted = resolve_steps(config, len(data.train.labels))
             yield replace(self.run, config=counted, folder=folder), data
         result = from_leader(folder.result)

@@ -147,7 +147,7 @@ def resolve(
     """
     shipped_name = next((config_name for config_name, shipped in CONFIGS.items() if shipped == config_file), None)
     name = shipped_name if shipped_name and name in (None, DATA.get(shipped_name, shipped_name)) else name
-    named, name = name or preset, name or "imagenet"
+    requested_name, name = name or preset, name or "imagenet"
     if name not in CONFIGS:
         raise DpnError(f"--base-config {name!r}: choose one of {', '.join(CONFIGS)}{did_you_mean(name, CONFIGS)}")
     file, command = read_config(config_file) if config_file else {}, merge(flags, settings)
@@ -162,10 +162,10 @@ def resolve(
     if demo and not explicit_source and (arch or name != "imagenet"):
         raise DpnError(f"--data: no images to train {arch or 'a network'} on: {_describe_data_location(name)}")
     if preset and (demo or name not in SHORTER):
-        refused = "the demo" if demo else name
-        raise DpnError(f"--preset {preset}: shortens the configs of {', '.join(SHORTER)}, not that of {refused}")
+        data_name = "the demo" if demo else name
+        raise DpnError(f"--preset {preset}: shortens the configs of {', '.join(SHORTER)}, not that of {data_name}")
     shipped = "pretrain_demo" if demo and name == "imagenet" else CONFIGS[name]
-    if not demo and not named:
+    if not demo and not requested_name:
         shipped = choose_config(str(source), config_file, shipped, "pretrain_own", log)
     is_explicit = level is not None or {"mixup", "randaugment"} <= merge(file, command).keys()
     row = _row_of(arch, is_explicit=is_explicit, searched=name == "sun397") if shipped in BY_ARCH else {}
@@ -192,8 +192,8 @@ def resolve(
 
 def _part_of(place: str, name: str) -> str:
     """Return the folder of the data set `name` inside a folder of several, as torchvision unpacks it."""
-    inside = (Path(place) / folder for folder in UNPACKED.get(name, ()))
-    return next((str(folder) for folder in inside if folder.is_dir()), place)
+    folders = (Path(place) / folder for folder in UNPACKED.get(name, ()))
+    return next((str(folder) for folder in folders if folder.is_dir()), place)
 
 
 def _describe_data_location(name: str) -> str:
@@ -208,16 +208,16 @@ def _describe_data_location(name: str) -> str:
             f"https://www.cs.toronto.edu/~kriz/{ARCHIVES[name]} "
             f"and unpack it here, or name a copy with --data (hf:uoft-cs/{name} is the hub's)"
         )
-    usual = ", or leave --arch out to train the small demo tower on built-in scenes" if name == "imagenet" else ""
-    return f"{search_paths} is there; name them with --data{usual}"
+    demo_hint = ", or leave --arch out to train the small demo tower on built-in scenes" if name == "imagenet" else ""
+    return f"{search_paths} is there; name them with --data{demo_hint}"
 
 
 def _check_searched(plain: Plain, command: Plain) -> None:
     """Raise `DpnError` for what a command sets and the stages, or the splits of a sweep, decide."""
     grids = [stage.get("grid", {}) for stage in plain["stages"] if isinstance(stage, dict)]
-    decided = {"epochs", "schedule.steps", "data.val_fraction", "data.minival", "data.val_source"}.union(*grids)
+    searched_keys = {"epochs", "schedule.steps", "data.val_fraction", "data.minival", "data.val_source"}.union(*grids)
     for key, value in flatten_keys(command):
-        if key in decided and value is not None:
+        if key in searched_keys and value is not None:
             raise DpnError(
                 f"{key}={value}: a sweep's stages decide it; change them (--set 'stages=[{{epochs: 5, grid: {{...}}}}, "
                 "...]', --config), or train once with the config of imagenet"

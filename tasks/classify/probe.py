@@ -34,10 +34,10 @@ def check_shots(option: str, labels: Sequence[int], names: Sequence[str], shots:
     """Raise `DataError` when a class has fewer images than `shots`."""
     counts = np.bincount(np.asarray(labels), minlength=len(names))
     if counts.min() < shots:
-        poorest = int(counts.argmin())
+        smallest_class = int(counts.argmin())
         raise DataError(
-            f"{option} {shots}: class {names[poorest]} has {counts[poorest]} training images to draw from; "
-            "use fewer shots, or draw from more images"
+            f"{option} {shots}: class {names[smallest_class]} has {counts[smallest_class]} training images to draw "
+            "from; use fewer shots, or draw from more images"
         )
 
 

@@ -92,9 +92,9 @@ def train(run: Run[ConfigT], data: ClassData, task: str) -> Json:
         "differs_from_paper": run.differs,
     }
     if options := final_probe_options(config):
-        whole = classifier.transform if classifier.resize_side is None else None
+        transform = classifier.transform if classifier.resize_side is None else None
         result["fewshot"] = distributed.on_leader(
-            world, lambda: probe_network(classifier.model, options, world.device, console, whole)
+            world, lambda: probe_network(classifier.model, options, world.device, console, transform)
         )
     if warning := result_warning("validation top-1", scores.top1, scores.floors, scores.images):
         console.warn(warning)
@@ -204,14 +204,14 @@ class _ClassifierTraining:
             skip_bad=config.data.skip_bad_images,
             on_skip=self.skipped.append,
         )
-        watched = bool(data.minival.labels)
+        has_minival = bool(data.minival.labels)
         return engine.TrainJob.from_config(
             config,
             loss_fn=loss_of(config, model, len(data.classes)),
             batches=batches,
             ema_decay=config.ema,
-            evaluate=self.minival if watched else None,
-            evaluate_every=evaluation_interval(config) if watched else 0,
+            evaluate=self.minival if has_minival else None,
+            evaluate_every=evaluation_interval(config) if has_minival else 0,
             keep_best=config.select == "best",
             world=world,
             outputs=outputs,
@@ -225,8 +225,8 @@ class _ClassifierTraining:
         assert log
         if self.skipped:
             console.warn(f"{sum(self.skipped)} times an unreadable training image was replaced by the next one")
-        watched = bool(data.minival.labels)
-        best = checkpoints.load("best", console.warn) if watched and config.select == "best" else None
+        has_minival = bool(data.minival.labels)
+        best = checkpoints.load("best", console.warn) if has_minival and config.select == "best" else None
         if best:
             model.load_state_dict(evaluated_weights(best[0]))
         vit_config = model.config
@@ -242,7 +242,7 @@ class _ClassifierTraining:
             "trained_on": record(data.train) if world.leads else None,
         }
         if world.leads:
-            self.folder.note_time(result.seconds, result.wait_seconds)
+            self.folder.record_time(result.seconds, result.wait_seconds)
             save_classifier(self.classifier, self.folder.path / WEIGHTS)
             checkpoints.clear()
         distributed.barrier()
@@ -319,12 +319,12 @@ def describe_training(result: dict[str, Any]) -> str:
         selection = f"{best_step}; minival: top-1 {result['minival_top1']:.2f} % ({images['minival']} images)"
     skipped = f", {result['skipped']} unreadable ones left out" if result["skipped"] else ""
     probe = result.get("fewshot")
-    probed = [f"{probe['data']}: {line.strip()}" for line in describe_accuracies(probe)] if probe else []
+    probe_lines = [f"{probe['data']}: {line.strip()}" for line in describe_accuracies(probe)] if probe else []
     return (
         f"{result['arch']} stem {result['stem']} at {height}x{width}, {result['classes']} classes\n"
         f"validation: top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} %, loss {result['loss']:.4g} "
         f"({images['val']} images{skipped})\n"
         f"{selection}; {count_noun(result['steps'], 'step')} on {images['train']} images"
-        + "".join(f"\n{line}" for line in probed)
+        + "".join(f"\n{line}" for line in probe_lines)
         + (f"\nthe curve is incomplete: {lost_records} records of metrics.jsonl were lost" if lost_records else "")
     )

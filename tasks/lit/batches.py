@@ -59,10 +59,10 @@ def tokenize(data: CaptionedImages, tokenizer: Tokenizer, root: Path | None = No
     if root is None:
         tokens, cut = _encode(texts, tokenizer)
         return TokenBatches(torch.from_numpy(tokens), first, cut)
-    named = hashlib.sha256(json.dumps(tokenizer.to_dict()).encode())
+    digest = hashlib.sha256(json.dumps(tokenizer.to_dict()).encode())
     for captions in data.captions:
-        named.update("".join(f"{text}\0" for text in captions).encode())
-    path = root / f"tokens-{named.hexdigest()[:16]}.npy"
+        digest.update("".join(f"{text}\0" for text in captions).encode())
+    path = root / f"tokens-{digest.hexdigest()[:16]}.npy"
     with contextlib.suppress(DataError):  # a damaged file is written again
         if facts := facts_of(path):
             return TokenBatches(torch.from_numpy(np.load(path)), first, facts["cut"])
@@ -73,9 +73,9 @@ def tokenize(data: CaptionedImages, tokenizer: Tokenizer, root: Path | None = No
 
 def _encode(texts: Iterator[str], tokenizer: Tokenizer) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.int32]], int]:
     parts, cut = [], 0
-    while some := list(islice(texts, CHUNK)):
+    while chunk := list(islice(texts, CHUNK)):
         signals.check_here()
-        tokens, longer = tokenizer.encode(some)
+        tokens, longer = tokenizer.encode(chunk)
         parts.append(tokens)
         cut += longer
     return np.concatenate(parts), cut
@@ -119,8 +119,8 @@ class _Rows(Sequence[int]):
         return (self.steps - self.start) * self.share
 
     def __getitem__(self, index: int) -> int:  # type: ignore[override]  # no slices
-        step, place = divmod(index, self.share)
-        return self.rows(self.start + step)[place]
+        step, position = divmod(index, self.share)
+        return self.rows(self.start + step)[position]
 
 
 def encoded_batches(
@@ -148,9 +148,11 @@ def encoded_batches(
 
     def cut(images: Tensor, step: int, offset: int) -> Tensor:
         generator = torch.Generator().manual_seed(fold(seed, CROP, step))
-        places = torch.arange(batch_size) - offset  # the draws are the whole batch's
+        positions = torch.arange(batch_size) - offset  # the draws are the whole batch's
         chunk_rows = slice(offset, offset + len(images))
-        return crop_and_flip(images, places, encoder.size, crop=True, flip=True, generator=generator, mine=chunk_rows)
+        return crop_and_flip(
+            images, positions, encoder.size, crop=True, flip=True, generator=generator, own_rows=chunk_rows
+        )
 
     def batches(start: int) -> Generator[Batch, None, None]:
         share = len(world.rows(batch_size))

@@ -191,7 +191,7 @@ def _shard_state(shard: Shard, data: CaptionedImages, console: Console) -> Shard
     if facts is None:
         return None
     pairs = zip(_stamps(shard, data).items(), facts["stamps"], strict=True)
-    changed = {row: stamp for (row, stamp), old in pairs if not stamp or stamp != old}
+    changed = {row: stamp for (row, stamp), previous in pairs if not stamp or stamp != previous}
     return ShardState(changed, [row for row, content in enumerate(facts["contents"], shard.first) if not content])
 
 
@@ -223,17 +223,17 @@ def _spot_check(
             is_readable[state.bad] = False
     for row in _sample_evenly(np.flatnonzero(is_readable), SPOT_CHECKS).tolist():
         shard = shards[row // SHARD]
-        saved, place = _facts_of(shard), row - shard.first
+        saved, position = _facts_of(shard), row - shard.first
         try:
             content, pixels = content_digest(data, row), data.pixels(row)
         except DataError:  # an image that is missing now was encoded
             continue
-        if content != saved["contents"][place]:
-            replaced = data.where(row) if data.stamps[row] == saved["stamps"][place] else replaced
+        if content != saved["contents"][position]:
+            replaced = data.where(row) if data.stamps[row] == saved["stamps"][position] else replaced
             continue
-        saved_features = torch.from_numpy(np.load(shard.file, mmap_mode="r")[place].astype(np.float32))
-        now = encoder.encode_views(resize(pixels, encoder.read_size)[None], [row])[0]
-        if not (saved_features * now).sum(-1).min() > SPOT_COSINE:
+        saved_features = torch.from_numpy(np.load(shard.file, mmap_mode="r")[position].astype(np.float32))
+        current = encoder.encode_views(resize(pixels, encoder.read_size)[None], [row])[0]
+        if not (saved_features * current).sum(-1).min() > SPOT_COSINE:
             return f"{data.where(row)} gives other features now", replaced
     return None, replaced
 
@@ -281,10 +281,10 @@ def _unreadable(
         if state and number not in plan:
             unreadable += state.bad
             continue
-        now = _facts_of(shard)["contents"]
-        unreadable += [row for row, content in enumerate(now, shard.first) if not content]
-        previous = previous_contents.get(number, now)
-        changed += sum(old != new for old, new in zip(previous, now, strict=True))
+        current = _facts_of(shard)["contents"]
+        unreadable += [row for row, content in enumerate(current, shard.first) if not content]
+        previous = previous_contents.get(number, current)
+        changed += sum(previous_content != new for previous_content, new in zip(previous, current, strict=True))
     if changed:
         console.warn(f"{changed} of {compared} images changed since they were encoded; these were encoded again")
     return unreadable

@@ -95,13 +95,13 @@ def _changed(data: CaptionedImages, shard: Shard, stamps: dict[int, str]) -> lis
         return list(stamps)
     contents = dict(zip(stamps, _contents(data, list(stamps)), strict=True))
     saved = facts["contents"]
-    unchanged = [row for row, content in contents.items() if content and content == saved[row - shard.first]]
-    for row in unchanged:
+    unchanged_rows = [row for row, content in contents.items() if content and content == saved[row - shard.first]]
+    for row in unchanged_rows:
         facts["stamps"][row - shard.first] = stamps[row]
-    if unchanged:
+    if unchanged_rows:
         with contextlib.suppress(SaveError):  # a read-only cache is compared again the next time
             replace_json(shard.file.with_suffix(".json"), facts)
-    return sorted(stamps.keys() - set(unchanged))
+    return sorted(stamps.keys() - set(unchanged_rows))
 
 
 def _contents(data: CaptionedImages, rows: Sequence[int]) -> list[str]:
@@ -115,9 +115,9 @@ def _contents(data: CaptionedImages, rows: Sequence[int]) -> list[str]:
 
     digests: list[str] = []
     with ThreadPoolExecutor(min(8, len(cores()))) as pool:  # reading and hashing need no interpreter
-        for begin in range(0, len(rows), FILES_PER_CALL):
+        for start in range(0, len(rows), FILES_PER_CALL):
             signals.check_here()
-            digests += pool.map(digest, rows[begin : begin + FILES_PER_CALL])
+            digests += pool.map(digest, rows[start : start + FILES_PER_CALL])
     return digests
 
 
@@ -125,11 +125,11 @@ class _Part:
     """A shard whose rows are being encoded."""
 
     def __init__(self, shard: Shard, stamps: dict[int, str], rows: Sequence[int]) -> None:
-        self.shard, self.now, self.rows, self.left = shard, stamps, rows, len(rows)
+        self.shard, self.current_stamps, self.rows, self.remaining = shard, stamps, rows, len(rows)
         self.features: npt.NDArray[np.float16] | None = None
 
     def _open(self, encoder: ImageEncoder) -> npt.NDArray[np.float16]:
-        facts = self.shard.facts() if self.left < self.shard.count else None
+        facts = self.shard.facts() if self.remaining < self.shard.count else None
         if facts is None:
             self.stamps, self.contents = [""] * self.shard.count, [""] * self.shard.count
             return np.zeros((self.shard.count, max(1, encoder.views), encoder.width), np.float16)
@@ -141,11 +141,11 @@ class _Part:
         """Store a row's features (views, d), None for an unreadable image; the last row saves the shard."""
         if self.features is None:
             self.features = self._open(encoder)
-        place = row - self.shard.first
-        self.features[place] = 0 if features is None else features.numpy()
-        self.stamps[place], self.contents[place] = self.now[row], content
-        self.left -= 1
-        if not self.left:
+        position = row - self.shard.first
+        self.features[position] = 0 if features is None else features.numpy()
+        self.stamps[position], self.contents[position] = self.current_stamps[row], content
+        self.remaining -= 1
+        if not self.remaining:
             save_array(self.shard.file, self.features, stamps=self.stamps, contents=self.contents)
             self.features = None
 
@@ -195,18 +195,18 @@ def _encode(data: CaptionedImages, encoder: ImageEncoder, parts: Sequence[_Part]
     """Encode the rows of several shards in one stream of images."""
     owners = [part for part in parts for _ in part.rows]
     pending = [row for part in parts for row in part.rows]
-    reader, shown = _Reader(data, encoder.read_size), time.monotonic()
+    reader, last_shown = _Reader(data, encoder.read_size), time.monotonic()
     options: Json = {"workers": encoder.workers, "skip_bad": encoder.skip_bad}
     with stream(reader, reader.row, batch, rows=pending, **options) as stretches:
-        for begin, stretch in zip(range(0, len(pending), batch), stretches, strict=True):
+        for start, stretch in zip(range(0, len(pending), batch), stretches, strict=True):
             signals.check_here()
             encoded = _features(reader, stretch, encoder)
-            end = min(begin + batch, len(pending))
-            for part, row in zip(owners[begin:end], pending[begin:end], strict=True):
+            end = min(start + batch, len(pending))
+            for part, row in zip(owners[start:end], pending[start:end], strict=True):
                 features, content = encoded.get(row, (None, ""))
                 part.put(row, features, content, encoder)
-            if time.monotonic() - shown >= LINE_EVERY:
-                shown = time.monotonic()
+            if time.monotonic() - last_shown >= LINE_EVERY:
+                last_shown = time.monotonic()
                 console.info(f"{end} of {len(pending)} images encoded")
 
 

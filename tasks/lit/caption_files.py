@@ -45,8 +45,10 @@ def read_table(path: Path, root: Path, image: str | None, caption: str | None, s
     return files
 
 
-def _column(path: Path, columns: Sequence[str], named: str | None, kind: str, default_names: Sequence[str]) -> str:
-    column = next((name for name in ([named] if named else default_names) if name in columns), None)
+def _column(
+    path: Path, columns: Sequence[str], column_name: str | None, kind: str, default_names: Sequence[str]
+) -> str:
+    column = next((name for name in ([column_name] if column_name else default_names) if name in columns), None)
     if column is None:
         raise DataError(
             f"{path}: which column holds the {kind}? The columns are {', '.join(map(repr, columns)) or 'none'}; "
@@ -66,8 +68,8 @@ def read_coco(path: Path, root: Path, splits: Sequence[str] | None, skip_bad: bo
         karpathy = "annotations" not in listed
         files = CaptionedFiles(root if karpathy else _coco_folder(path, root), skip_bad)
         texts: dict[object, list[object]] = {}
-        for note in listed.get("annotations", ()):
-            texts.setdefault(note["image_id"], []).append(note["caption"])
+        for annotation in listed.get("annotations", ()):
+            texts.setdefault(annotation["image_id"], []).append(annotation["caption"])
         for image in images:
             if not karpathy:
                 files.add(image["file_name"], texts.get(image["id"], ()), str(path))
@@ -80,11 +82,12 @@ def read_coco(path: Path, root: Path, splits: Sequence[str] | None, skip_bad: bo
             f"(images, annotations): {type(error).__name__} {' '.join(str(error).split())[:80]}"
         ) from error
     if not files.captions:
-        there = splits_in(path)
-        if splits is None or not there.isdisjoint(splits):
+        available_splits = splits_in(path)
+        if splits is None or not available_splits.isdisjoint(splits):
             raise DataError(f"{path}: no captions")
         raise DataError(
-            f"{path}: no image of the split {' or '.join(splits)}, only of {', '.join(sorted(there))}; train "
+            f"{path}: no image of the split {' or '.join(splits)}, only of {', '.join(sorted(available_splits))}; "
+            "train "
             "with a file that has train or restval, validate with one that has val (--val-data), or score another "
             "split ('lit eval --split')"
         )
@@ -103,7 +106,7 @@ def _read_json(path: Path) -> Any:
 def _coco_folder(path: Path, root: Path) -> Path:
     """Return ``val2017`` in or next to `root` for COCO's own ``captions_val2017.json``, if it exists."""
     _, prefix, split = path.stem.partition("captions_")
-    return next((place / split for place in (root, root.parent) if prefix and (place / split).is_dir()), root)
+    return next((parent / split for parent in (root, root.parent) if prefix and (parent / split).is_dir()), root)
 
 
 def splits_in(path: Path) -> set[str]:

@@ -64,10 +64,10 @@ def captions_fingerprint(data: CaptionedImages) -> str:
 class Subset(CaptionedImages):
     """Some images of a set, in the order of the set."""
 
-    def __init__(self, whole: CaptionedImages, rows: Sequence[int] | Rows) -> None:
-        self.whole, self.rows, self.reading = whole, pack_integers(rows), whole.reading
-        self.captions, self.stamps = Chosen(whole.captions, rows), Chosen(whole.stamps, rows)
-        self.sizes = array("q", (whole.sizes[row] for row in self.rows))
+    def __init__(self, data: CaptionedImages, rows: Sequence[int] | Rows) -> None:
+        self.whole, self.rows, self.reading = data, pack_integers(rows), data.reading
+        self.captions, self.stamps = Chosen(data.captions, rows), Chosen(data.stamps, rows)
+        self.sizes = array("q", (data.sizes[row] for row in self.rows))
 
     @property
     def shards(self) -> ShardIndex | None:
@@ -107,8 +107,8 @@ class Captions(Sequence[tuple[str, ...]]):
         return len(self.ends)
 
     def __getitem__(self, index: int) -> tuple[str, ...]:  # type: ignore[override]  # no slices
-        place = range(len(self.ends))[index]
-        return tuple(self.texts[self.ends[place - 1] if place else 0 : self.ends[place]])
+        position = range(len(self.ends))[index]
+        return tuple(self.texts[self.ends[position - 1] if position else 0 : self.ends[position]])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)

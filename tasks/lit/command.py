@@ -119,9 +119,9 @@ def describe_training(result: dict[str, Any]) -> str:
     ]
     if "zeroshot" in result:
         scored = result["zeroshot"]
-        named = "coloured shapes" if scored["prompts"] == "demo" else "classes"
+        class_words = "coloured shapes" if scored["prompts"] == "demo" else "classes"
         lines.append(
-            f"zero-shot: top-1 {scored['top1']:.2f} % of {scored['classes']} {named}, "
+            f"zero-shot: top-1 {scored['top1']:.2f} % of {scored['classes']} {class_words}, "
             f"{scored['top1'] / scored['chance']:.1f} x chance"
         )
     return "\n".join(lines)

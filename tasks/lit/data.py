@@ -117,6 +117,6 @@ class SceneClasses(SceneSplit):
 
     def __init__(self, start: int, stop: int) -> None:
         self.start = start
-        mains = [synthetic.demo_scene(number).objects[0] for number in range(start, stop)]
-        self.labels: Sequence[int] = [self.classes.index(f"{main.color} {main.shape}") for main in mains]
-        self.sizes: Sequence[int] = [3 * synthetic.SCENE_SIZE**2] * len(mains)
+        main_objects = [synthetic.demo_scene(number).objects[0] for number in range(start, stop)]
+        self.labels: Sequence[int] = [self.classes.index(f"{main.color} {main.shape}") for main in main_objects]
+        self.sizes: Sequence[int] = [3 * synthetic.SCENE_SIZE**2] * len(main_objects)

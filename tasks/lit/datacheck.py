@@ -22,8 +22,8 @@ SHARED_FRACTION = 0.01
 
 def check_data(config: LitConfig, findings: DataFindings, ranks: int) -> dict[str, Any]:
     """Inspect all images and sentences of a config; return the fingerprints that a result carries."""
-    strict = config.model_copy(update={"data": config.data.model_copy(update={"skip_bad_images": False})})
-    pairs = findings.open(lambda: open_pairs(source_of(strict)))
+    strict_config = config.model_copy(update={"data": config.data.model_copy(update={"skip_bad_images": False})})
+    pairs = findings.open(lambda: open_pairs(source_of(strict_config)))
     if pairs is None:
         return {}
     inspections = []

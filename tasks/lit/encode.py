@@ -64,8 +64,8 @@ def encoded(
         parts = []
         chunk_size = encoder.batch_size or BATCH
         for start in range(0, len(all_rows), chunk_size):
-            some = all_rows[start : start + chunk_size]
-            parts.append(encoder.encode(torch.stack([resize(data.pixels(row), encoder.size) for row in some])).cpu())
+            rows = all_rows[start : start + chunk_size]
+            parts.append(encoder.encode(torch.stack([resize(data.pixels(row), encoder.size) for row in rows])).cpu())
         return torch.cat(parts), all_rows
     features = cached_features(data, encoder, root, world, console)
     unreadable = set(features.bad)
@@ -81,7 +81,7 @@ def retrieval_scores(
     runtime: Runtime,
     world: World,
     console: Console,
-    keep: Path | None = None,
+    features_folder: Path | None = None,
 ) -> dict[str, Any]:
     """Return recalls on captioned images, both ways, next to what chance would give.
 
@@ -92,8 +92,8 @@ def retrieval_scores(
     with engine.precision_of(runtime, world.device):
         texts = towers.encode_texts([text for row in readable for text in data.captions[row]])
     scores = recalls(images.to(world.device), texts, owner.to(world.device))
-    if keep and world.leads:
-        save_pairs(keep, data, readable, images, texts.float().cpu(), owner)
+    if features_folder and world.leads:
+        save_pairs(features_folder, data, readable, images, texts.float().cpu(), owner)
     counts = {"images": len(readable), "captions": len(owner), "unreadable": len(data.captions) - len(readable)}
     return {**scores, "chance@5": chance(len(readable), 5), **counts}
 
@@ -106,6 +106,6 @@ def describe_retrieval(scores: dict[str, Any]) -> str:
         f"retrieval on {count_noun(scores['images'], 'image')} with {count_noun(scores['captions'], 'caption')} "
         f"(chance R@5 {scores['chance@5']:.2f} %{unreadable})"
     ]
-    for way, name in ways.items():
-        lines.append(f"  {name}: " + ", ".join(f"R@{k} {scores[f'{way}@{k}']:.2f} %" for k in (1, 5, 10)))
+    for direction, name in ways.items():
+        lines.append(f"  {name}: " + ", ".join(f"R@{k} {scores[f'{direction}@{k}']:.2f} %" for k in (1, 5, 10)))
     return "\n".join(lines)

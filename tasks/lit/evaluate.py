@@ -133,7 +133,7 @@ def _retrieval(towers: Towers, options: LitEvalOptions, reading: ReadOptions, wo
         "part": part,
         "trained_on": overlap.to_dict() if overlap else None,
         "retrieval": retrieval_scores(
-            towers, data, encoder, root, options.runtime, world, console, keep=options.output_dir
+            towers, data, encoder, root, options.runtime, world, console, features_folder=options.output_dir
         ),
         "left_out": data.dropped,
     }

@@ -110,7 +110,7 @@ def views_of(images: Tensor, rows: Sequence[int], encoder: ImageEncoder) -> Tens
         for view in range(encoder.views):
             generator = torch.Generator().manual_seed(fold(encoder.seed, row, view))
             cut = partial(
-                crop_and_flip, image[None], torch.tensor([0]), encoder.size, generator=generator, mine=slice(0, 1)
+                crop_and_flip, image[None], torch.tensor([0]), encoder.size, generator=generator, own_rows=slice(0, 1)
             )
             views.append(cut(crop=True, flip=True))
     return torch.cat(views)

@@ -37,9 +37,9 @@ def findings(run: RunRecord, prefix: str) -> Findings:
     if retrieval:
         sections.append(_retrieval(result, retrieval, prefix))
         floors = {"chance": retrieval["chance@5"]}
-        for way, count in (("image_to_text", "images"), ("text_to_image", "captions")):
-            name = f"held-out {WAYS[way]} R@5"
-            warnings.append(result_warning(name, retrieval[f"{way}@5"], floors, retrieval[count]))
+        for direction, count in (("image_to_text", "images"), ("text_to_image", "captions")):
+            name = f"held-out {WAYS[direction]} R@5"
+            warnings.append(result_warning(name, retrieval[f"{direction}@5"], floors, retrieval[count]))
     if scored:
         rows: list[list[Cell]] = [
             [name, float(scored[key])]
@@ -60,7 +60,7 @@ def findings(run: RunRecord, prefix: str) -> Findings:
 
 def _retrieval(result: Json, retrieval: Json, prefix: str) -> PageSection:
     ks = sorted(int(key.partition("@")[2]) for key in retrieval if key.startswith("image_to_text@"))
-    series = [Series(name, ks, [retrieval[f"{way}@{k}"] for k in ks]) for way, name in WAYS.items()]
+    series = [Series(name, ks, [retrieval[f"{direction}@{k}"] for k in ks]) for direction, name in WAYS.items()]
     images = retrieval["images"]
     series.append(Series("chance", ks, [100 * min(1.0, k / images) for k in ks]))
     rows: list[list[Cell]] = [[line.name, *(float(value) for value in line.y)] for line in series]
@@ -119,8 +119,8 @@ def _nearest(folder: Path, name: str) -> list[PageSection]:
             if data := _image(folder, name, match["row"]):
                 images.append(PageImage(data, [f"{match['cosine']:.3f}, {verdict}", match["image"]]))
         parts.append(Gallery(query["text"], images))
-    note = TextBlock("Cosines; the nearest image comes first.")
-    return [PageSection(NEAREST[name], [note, *parts])]
+    caption = TextBlock("Cosines; the nearest image comes first.")
+    return [PageSection(NEAREST[name], [caption, *parts])]
 
 
 def _image(folder: Path, name: str, row: int) -> bytes | None:

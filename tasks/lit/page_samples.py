@@ -27,7 +27,7 @@ PAIRS, TEXTS, NEAREST = 12, 6, 6
 
 def spread(count: int, most: int) -> list[int]:
     """Return up to `most` places below `count`, evenly spread from the first to the last."""
-    return sorted({int(place) for place in np.linspace(0, count - 1, min(most, count))})
+    return sorted({int(index) for index in np.linspace(0, count - 1, min(most, count))})
 
 
 def save_pairs(
@@ -43,26 +43,26 @@ def save_pairs(
         texts: unit features (m, d) of all their captions.
         owner: which of the n images (m,) each text belongs to.
     """
-    places = spread(len(good), PAIRS)
-    firsts = [int((owner == place).nonzero()[0]) for place in places]
-    captions = [data.captions[good[place]][0] for place in places]
-    similarity = texts[firsts] @ images[places].T
-    text_rows = spread(len(places), TEXTS)
+    positions = spread(len(good), PAIRS)
+    firsts = [int((owner == position).nonzero()[0]) for position in positions]
+    captions = [data.captions[good[position]][0] for position in positions]
+    similarity = texts[firsts] @ images[positions].T
+    text_rows = spread(len(positions), TEXTS)
     queries_by_row = texts[[firsts[row_index] for row_index in text_rows]]
     best = (queries_by_row @ images.T).topk(min(NEAREST, len(good)), dim=-1)
     queries = []
     for row_index, values, neighbours in zip(text_rows, best.values.tolist(), best.indices.tolist(), strict=True):
         nearest = [
             {
-                "row": good[place],
-                "image": data.where(good[place]),
+                "row": good[position],
+                "image": data.where(good[position]),
                 "cosine": cosine,
-                "right": place == places[row_index],
+                "right": position == positions[row_index],
             }
-            for place, cosine in zip(neighbours, values, strict=True)
+            for position, cosine in zip(neighbours, values, strict=True)
         ]
         queries.append({"text": captions[row_index], "nearest": nearest})
-    images_shown = [{"row": good[place], "image": data.where(good[place])} for place in places]
+    images_shown = [{"row": good[position], "image": data.where(good[position])} for position in positions]
     pairs = {"images": images_shown, "captions": captions, "similarity": similarity.tolist()}
     _write(folder, "captions", data, {"pairs": pairs, "queries": queries})
 
@@ -76,9 +76,9 @@ class NearestImages:
 
     def see(self, rows: Sequence[int], cosines: Tensor) -> None:
         """Take images with their rows in the split and their cosines (b, classes)."""
-        for place, values in enumerate(cosines[:, self.columns].T.tolist()):
+        for column, values in enumerate(cosines[:, self.columns].T.tolist()):
             candidates = [(-value, row) for value, row in zip(values, rows, strict=True)]
-            self.best[place] = sorted(self.best[place] + candidates)[:NEAREST]
+            self.best[column] = sorted(self.best[column] + candidates)[:NEAREST]
 
     def gather(self) -> list[list[tuple[float, int]]]:
         """Return of each class the rows nearest to it with minus their cosines, over all ranks, which all call it."""

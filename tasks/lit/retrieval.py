@@ -34,14 +34,16 @@ def recalls(images: Tensor, texts: Tensor, owner: Tensor) -> dict[str, float]:
         is_match = torch.arange(len(images), device=images.device)[None, :] == owner[part, None]
         to_image.append(_best_ranks(texts[part] @ images.T, is_match))
     ways = {"image_to_text": torch.cat(to_text), "text_to_image": torch.cat(to_image)}
-    return {f"{way}@{k}": 100 * (ranks < k).double().mean().item() for way, ranks in ways.items() for k in KS}
+    return {
+        f"{direction}@{k}": 100 * (ranks < k).double().mean().item() for direction, ranks in ways.items() for k in KS
+    }
 
 
 def _best_ranks(similarity: Tensor, is_match: Tensor) -> Tensor:
     """Return how many columns come before the best of a row's own ones (b,), for similarities (b, n)."""
-    best, place = similarity.masked_fill(~is_match, -torch.inf).max(-1, keepdim=True)
+    best, position = similarity.masked_fill(~is_match, -torch.inf).max(-1, keepdim=True)
     first = (is_match & (similarity == best)).int().argmax(-1, keepdim=True)
-    is_earlier = torch.arange(similarity.shape[-1], device=place.device) < first
+    is_earlier = torch.arange(similarity.shape[-1], device=position.device) < first
     # NaN ranks first, so NaN features never score.
     return (~(similarity <= best) | ((similarity == best) & is_earlier)).sum(-1)
 

@@ -56,8 +56,8 @@ def search(options: SearchOptions, console: Console) -> Predictions | None:
         ]
         if options.html:
             paths = [files.path(readable[row]) for row in best.indices.tolist()]
-            thumbnails_by_place = list(thumbnails(paths, files.reading, runtime.workers))
-            _write_found(options.html, options, predictions, thumbnails_by_place, len(readable))
+            thumbnails_by_position = list(thumbnails(paths, files.reading, runtime.workers))
+            _write_found(options.html, options, predictions, thumbnails_by_position, len(readable))
     return predictions
 
 
@@ -65,7 +65,7 @@ def _write_found(
     file: Path,
     options: SearchOptions,
     predictions: Predictions,
-    thumbnails_by_place: Sequence[tuple[int, bytes]],
+    thumbnails_by_position: Sequence[tuple[int, bytes]],
     count: int,
 ) -> None:
     """Write the page of a search among `count` images; thumbnails come with their places in the results."""
@@ -73,8 +73,8 @@ def _write_found(
     facts: list[tuple[str, Cell]] = [("query", options.query), ("network", options.run)]
     facts += [("folder", str(options.images)), ("images in it", count)]
     images = [
-        PageImage(small, [f"{place + 1}. cosine {nearest[place]['cosine']:.3f}", nearest[place]["image"]])
-        for place, small in thumbnails_by_place
+        PageImage(small, [f"{position + 1}. cosine {nearest[position]['cosine']:.3f}", nearest[position]["image"]])
+        for position, small in thumbnails_by_position
     ]
     title = f"The {len(images)} nearest images, the nearest first" if len(images) > 1 else "The nearest image"
     section = PageSection("Search", [*predictions.left_out(), Table("", ("", ""), facts)])

@@ -126,15 +126,20 @@ def load_towers(place: str, command: str = "dpn lit eval") -> Towers:
 
 
 def _build(description: dict[str, Any], tensors: dict[str, Tensor], place: str) -> Towers:
-    image, text, about = description["image"], description["text"], description["tokenizer"]
+    image, text, tokenizer_description = description["image"], description["text"], description["tokenizer"]
     source = ours.read(Contents(_under("image.", tensors), {ours.KEY: image[ours.KEY]}))
     source.source = place
     model = tensors.get("tokenizer.model")
     tokenizer = Tokenizer(
-        about["context"], about["clean"], None if model is None else model.numpy().tobytes(), about["name"]
+        tokenizer_description["context"],
+        tokenizer_description["clean"],
+        None if model is None else model.numpy().tobytes(),
+        tokenizer_description["name"],
     )
-    if tokenizer.digest != about["digest"]:
-        raise DataError(f"{place}: trained with another version of {about['name']} than the one that is installed")
+    if tokenizer.digest != tokenizer_description["digest"]:
+        raise DataError(
+            f"{place}: trained with another version of {tokenizer_description['name']} than the one that is installed"
+        )
     tower = TextTower(
         Size(**text["size"]),
         tokenizer.vocabulary,

@@ -42,8 +42,8 @@ Json = dict[str, Any]
 
 def load_tower(config: LitConfig, world: World) -> Backbone:
     """Load the image tower, frozen for good. Raises as `load_backbone` does."""
-    place = config.backbone.checkpoint and resolve(config.backbone.checkpoint, "dpn lit train")
-    tower = backbone_of(config.backbone, checkpoint=place, seed=config.seed)
+    checkpoint = config.backbone.checkpoint and resolve(config.backbone.checkpoint, "dpn lit train")
+    tower = backbone_of(config.backbone, checkpoint=checkpoint, seed=config.seed)
     tower.requires_grad_(False).to(world.device).eval()
     return tower
 
@@ -87,7 +87,7 @@ def train(run: Run[LitConfig]) -> Json:
         raise DpnError(f"{folder.path}: the training changed the frozen image tower; its result is invalid")
     if digest_of(towers.image) != initial_digest:
         raise DataError(f"{folder.path / WEIGHTS}: holds another image tower than the run's; start another run with -o")
-    scores = retrieval_scores(towers, val, plain, root, config.runtime, world, console, keep=folder.path)
+    scores = retrieval_scores(towers, val, plain, root, config.runtime, world, console, features_folder=folder.path)
     result = {
         "task": "lit",
         "arch": towers.facts["arch"],
@@ -120,12 +120,12 @@ def _warnings(result: Json) -> Iterator[str]:
     retrieval, scored = result["retrieval"], result.get("zeroshot")
     scores = [
         (
-            f"held-out {way.replace('_', ' ')} R@5",
-            retrieval[f"{way}@5"],
+            f"held-out {direction.replace('_', ' ')} R@5",
+            retrieval[f"{direction}@5"],
             {"chance": retrieval["chance@5"]},
             retrieval[count],
         )
-        for way, count in (("image_to_text", "images"), ("text_to_image", "captions"))
+        for direction, count in (("image_to_text", "images"), ("text_to_image", "captions"))
     ]
     if scored:
         floors = scored.get("floors") or {"chance": scored["chance"]}
@@ -276,7 +276,7 @@ class _TextTraining:
         }
         if world.leads:
             towers = Towers(self.tower, self.text, self.tokenizer, config.loss, trained, data.reading.decoder)
-            self.run.folder.note_time(result.seconds, result.wait_seconds)
+            self.run.folder.record_time(result.seconds, result.wait_seconds)
             save_towers(towers, path / WEIGHTS)
             Checkpoints(path / "checkpoints").clear()
         distributed.barrier()

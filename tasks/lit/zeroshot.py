@@ -53,9 +53,9 @@ def prompt_set(name: str) -> tuple[str, ...]:
     lines = _lines(
         name, f"--prompts {name}", f"choose {', '.join(prompt_sets)}, demo, or a file with a template a line"
     )
-    without = [line for line in lines if "{}" not in line]
-    if without:
-        raise DataError(f"--prompts {name}: {without[0]!r} has no {{}} for the class name")
+    incomplete_lines = [line for line in lines if "{}" not in line]
+    if incomplete_lines:
+        raise DataError(f"--prompts {name}: {incomplete_lines[0]!r} has no {{}} for the class name")
     return tuple(lines)
 
 
@@ -85,28 +85,28 @@ def _lines(file: str, option: str, way_out: str) -> list[str]:
     return lines
 
 
-def class_names(folders: Sequence[str], named: str | None) -> tuple[list[str], str]:
+def class_names(folders: Sequence[str], names_file: str | None) -> tuple[list[str], str]:
     """Return a name per class for prompts, and where the names come from.
 
     `folders` are the data set's own names; those of ImageNet (wnids, or the numbers 0 to 999) get open_clip's names.
     `named` is ``imagenet``, or a file with one name per line in the order of the classes; of several names (``a, b``)
     the first is taken. Raises `DataError` when that is another number of names.
     """
-    if named is not None and named != "imagenet":
-        names = _lines(named, f"--class-names {named}", "pass imagenet, or a file with a name a line")
+    if names_file is not None and names_file != "imagenet":
+        names = _lines(names_file, f"--class-names {names_file}", "pass imagenet, or a file with a name a line")
         if len(names) != len(folders):
-            raise DataError(f"--class-names {named}: {len(names)} names for the {len(folders)} classes of --data")
-        return [name.split(",")[0] for name in names], named
+            raise DataError(f"--class-names {names_file}: {len(names)} names for the {len(folders)} classes of --data")
+        return [name.split(",")[0] for name in names], names_file
     from open_clip.zero_shot_metadata import IMAGENET_CLASSNAMES
     from timm.data import ImageNetInfo
 
-    place = {name: index for index, name in enumerate(ImageNetInfo("imagenet-1k").label_names())}
-    if len(folders) == len(place) and all(name.isdecimal() for name in folders):
-        place = {str(index): index for index in range(len(place))}
-    if all(name in place for name in folders):
-        return [IMAGENET_CLASSNAMES[place[name]] for name in folders], "open_clip's ImageNet names"
-    if named == "imagenet":
-        unknown = next(name for name in folders if name not in place)
+    index_of = {name: index for index, name in enumerate(ImageNetInfo("imagenet-1k").label_names())}
+    if len(folders) == len(index_of) and all(name.isdecimal() for name in folders):
+        index_of = {str(index): index for index in range(len(index_of))}
+    if all(name in index_of for name in folders):
+        return [IMAGENET_CLASSNAMES[index_of[name]] for name in folders], "open_clip's ImageNet names"
+    if names_file == "imagenet":
+        unknown = next(name for name in folders if name not in index_of)
         raise DataError(f"--class-names imagenet: {unknown!r} is not an ImageNet class folder")
     words = [name.encode("utf-8", "replace").decode() for name in folders]  # a folder's name may not be UTF-8
     return [name.replace("_", " ").split(",")[0] for name in words], "the names of --data's classes"

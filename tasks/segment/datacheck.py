@@ -78,17 +78,19 @@ def _describe_labels(
 ) -> None:
     """Describe the pixels of each class, and warn of classes without any and of labels that look shifted by one."""
     pixels = [split.counts[label] for label in range(len(classes))]
-    without = [label_class.name for label_class, count in zip(classes, pixels, strict=True) if not count]
+    absent_classes = [label_class.name for label_class, count in zip(classes, pixels, strict=True) if not count]
     total = sum(pixels) + split.counts[IGNORE]
     findings.splits[split.name]["labels"] = {
         "classes": len(classes),
         "pixels": pixels,
         "masks": [split.images_with[label] for label in range(len(classes))],
         "ignored": split.counts[IGNORE] / total if total else 0.0,
-        "without": without,
+        "without": absent_classes,
     }
-    if without:
-        names = ", ".join(without[:8]) + (f" and {len(without) - 8} more" if len(without) > 8 else "")
+    if absent_classes:
+        names = ", ".join(absent_classes[:8]) + (
+            f" and {len(absent_classes) - 8} more" if len(absent_classes) > 8 else ""
+        )
         findings.warnings.append(f"{split.name}: classes without a pixel: {names}")
     if rule.ignore == 0 and len(split.digests) >= ENOUGH_MASKS and not split.counts[IGNORE] and not pixels[-1]:
         findings.warnings.append(

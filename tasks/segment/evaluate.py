@@ -23,10 +23,10 @@ from tasks.segment.preflight import check_masks
 
 def evaluation_of(options: SegmentEvalOptions, run_evaluation: Evaluation) -> Evaluation:
     """Return the run's way of evaluating with the options in place of it."""
-    stated = options.model_dump(include={"mode", "size", "stride", "batch_size"}, exclude_none=True)
+    explicit_options = options.model_dump(include={"mode", "size", "stride", "batch_size"}, exclude_none=True)
     if options.multi_scale:
-        stated |= {"scales": MULTI_SCALE, "flip": True}
-    return Evaluation.model_validate({**run_evaluation.model_dump(), **stated})
+        explicit_options |= {"scales": MULTI_SCALE, "flip": True}
+    return Evaluation.model_validate({**run_evaluation.model_dump(), **explicit_options})
 
 
 def evaluate(options: SegmentEvalOptions, console: Console) -> dict[str, Any] | None:
@@ -39,8 +39,10 @@ def evaluate(options: SegmentEvalOptions, console: Console) -> dict[str, Any] | 
         if options.output_dir and world.leads:
             open_report(options.output_dir)
         segmenter = load_segmenter(options.run, "dpn segment eval")
-        stated = options.reading.model_dump(exclude_unset=True)
-        data = segmenter.data.model_copy(update={**stated, **({"source": options.source} if options.source else {})})
+        explicit_options = options.reading.model_dump(exclude_unset=True)
+        data = segmenter.data.model_copy(
+            update={**explicit_options, **({"source": options.source} if options.source else {})}
+        )
         if segmenter.data.source == "demo" and data.source != "demo":
             data = data.model_copy(update={"dataset": "folder"})  # the demo's config is ADE20K's, its classes are not
         _check_classes(data, segmenter)
@@ -50,8 +52,8 @@ def evaluate(options: SegmentEvalOptions, console: Console) -> dict[str, Any] | 
         evaluation = evaluation_of(options, segmenter.evaluation)
         console.info(f"{len(pairs)} images of {len(segmenter.classes)} classes")
         segmenter.network.to(world.device)
-        passes = 2 if evaluation.second_size else 1
-        with console.counting("segment eval", passes * world.share(len(pairs))) as on_progress:
+        scale_count = 2 if evaluation.second_size else 1
+        with console.counting("segment eval", scale_count * world.share(len(pairs))) as on_progress:
             scores, score_facts = score_sizes(segmenter, pairs, evaluation, runtime, world, on_progress)
         result = {
             "task": "segment eval",
@@ -120,11 +122,11 @@ def describe_scores(result: dict[str, Any]) -> str:
         ["scales " + ",".join(f"{scale:g}" for scale in evaluation["scales"])] if evaluation["scales"] != [1.0] else []
     )
     settings += ["flip"] if evaluation["flip"] else []
-    unseen = result["classes"] - result["classes_seen"]
+    unseen_classes = result["classes"] - result["classes_seen"]
     return (
         f"validation: mIoU {result['miou']:.2f} %, pixel accuracy {result['pixel_accuracy']:.2f} %, mean accuracy "
         f"{result['mean_accuracy']:.2f} % ({result['images']} images, {', '.join(settings)}; all pixels of the most "
         f"frequent class: mIoU {result['majority_miou']:.2f} %)"
         + (f"; resized: mIoU {result['resized']['miou']:.2f} %" if "resized" in result else "")
-        + (f"; {unseen} of {result['classes']} classes do not occur" if unseen else "")
+        + (f"; {unseen_classes} of {result['classes']} classes do not occur" if unseen_classes else "")
     )

@@ -53,7 +53,7 @@ class SegmentScores:
 
     confusion: Tensor
     images: int
-    each: Sequence[ImageScore] = ()
+    per_image: Sequence[ImageScore] = ()
 
     @property
     def iou(self) -> Tensor:

@@ -28,13 +28,13 @@ class _Examples(Dataset[Example]):
         self.pairs, self.rule, self.augmentation, self.seed = pairs, rule, augmentation, seed
 
     def __getitem__(self, item: Item) -> Example:
-        step, place, row = item
+        step, position, row = item
         try:
             pixels, raw = self.pairs.load(row)
             labels = self.rule.labels(raw, self.pairs.where_mask(row))
         except DataError as error:
             return error  # raised in a worker process it would come back wrapped in that process's traceback
-        draw = np.random.default_rng(fold(self.seed, step, place)).random
+        draw = np.random.default_rng(fold(self.seed, step, position)).random
         image, target, extent = pad(*augment(pixels, labels, self.augmentation, draw), self.augmentation.crop)
         return image, target, tuple(extent.tolist()), float(np.count_nonzero(target.numpy() != IGNORE))
 

@@ -41,18 +41,18 @@ class UpsampledCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, label: Tensor) -> Tensor:
         """Return the sum over labelled pixels, for logits (b, k, h, w) float32 and labels (b, H, W) uint8."""
         sizes = zip(logits.shape[-2:], label.shape[-2:], strict=True)
-        down, across = (_resizing(old, new, logits.device) for old, new in sizes)
+        row_matrix, column_matrix = (_resizing(old_size, new, logits.device) for old_size, new in sizes)
         rows = max(1, STRIP_PIXELS.get(logits.device.type, LARGEST_STRIP) // label.shape[-1])
         gradient, total = torch.empty_like(logits), logits.new_zeros(())
         with torch.autocast(logits.device.type, enabled=False):
             for image, target, slope in zip(logits, label, gradient, strict=True):
-                wide = image @ across.T
-                slopes = torch.zeros_like(wide)
-                for part, truth in zip(torch.split(down, rows), torch.split(target, rows), strict=True):
-                    value, strip = _cross_entropy(part @ wide, truth)
+                widened = image @ column_matrix.T
+                slopes = torch.zeros_like(widened)
+                for part, truth in zip(torch.split(row_matrix, rows), torch.split(target, rows), strict=True):
+                    value, strip = _cross_entropy(part @ widened, truth)
                     total += value
                     slopes += part.T @ strip
-                slope.copy_(slopes @ across)
+                slope.copy_(slopes @ column_matrix)
         ctx.save_for_backward(gradient)
         return total
 
@@ -64,10 +64,10 @@ class UpsampledCrossEntropy(torch.autograd.Function):
 
 
 @lru_cache(maxsize=8)
-def _resizing(old: int, new: int, device: torch.device) -> Tensor:
+def _resizing(old_size: int, new_size: int, device: torch.device) -> Tensor:
     """Return the matrix (new, old) that resizes rows; kept, so that no step waits for a copy of it to the device."""
     with torch.inference_mode(mode=False):
-        return resize_rows(torch.eye(old, dtype=torch.float64), new).float().to(device)
+        return resize_rows(torch.eye(old_size, dtype=torch.float64), new_size).float().to(device)
 
 
 def _cross_entropy(scores: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:

@@ -50,14 +50,14 @@ def save_samples(
     replace_text(folder / "per_class.csv", scores.per_class(segmenter.classes))
     replace_text(folder / CONFUSION, as_csv(_confusions(segmenter.classes, scores)))
     rows: Rows = [["row", "image", "miou"]]
-    rows += [[score.row, pairs.where(score.row), score.miou] for score in scores.each]
+    rows += [[score.row, pairs.where(score.row), score.miou] for score in scores.per_image]
     replace_text(folder / "per_image.csv", as_csv(rows))
     if (folder / SAMPLES).is_file():
         for path in (folder / FOLDER).glob("*.*"):
             path.unlink()
     labels, entries = set[int](), []
     with engine.precision_of(runtime, world.device):
-        for kind, scores_of_kind in select_extremes(scores.each).items():
+        for kind, scores_of_kind in select_extremes(scores.per_image).items():
             for score in scores_of_kind:
                 labels |= _draw(folder / FOLDER, segmenter, pairs, score.row, evaluation, world.device)
                 entries.append({"kind": kind, "row": score.row, "image": pairs.where(score.row), "miou": score.miou})
@@ -66,9 +66,9 @@ def save_samples(
     replace_json(folder / SAMPLES, {"images": entries, "colours": colours})
 
 
-def select_extremes(each: Sequence[ImageScore]) -> dict[str, list[ImageScore]]:
+def select_extremes(scores: Sequence[ImageScore]) -> dict[str, list[ImageScore]]:
     """Return the best, median and worst images, the best first; an image is in one of the three."""
-    order = sorted(each, key=lambda score: (-score.miou, score.row))
+    order = sorted(scores, key=lambda score: (-score.miou, score.row))
     count = max(1, min(PER_KIND, len(order) // 3))
     best, remaining = order[:count], order[count:]
     middle, worst = remaining[:-count], remaining[-count:]
@@ -78,8 +78,8 @@ def select_extremes(each: Sequence[ImageScore]) -> dict[str, list[ImageScore]]:
 
 def _confusions(classes: Sequence[Class], scores: SegmentScores) -> Rows:
     """Return the counts of pixels that are not zero, with a header; classes by their numbers."""
-    found: Rows = [["true", "predicted", "pixels"]]
-    return found + [[*place, int(scores.confusion[tuple(place)])] for place in scores.confusion.nonzero().tolist()]
+    rows: Rows = [["true", "predicted", "pixels"]]
+    return rows + [[*cell, int(scores.confusion[tuple(cell)])] for cell in scores.confusion.nonzero().tolist()]
 
 
 def _draw(

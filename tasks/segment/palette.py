@@ -48,9 +48,9 @@ def classes_of(data: MaskData) -> tuple[Class, ...]:
     while names and not names[-1]:
         names.pop()
     empty = [str(number) for number, name in enumerate(names, 1) if not name]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if empty or twice:
-        problem = f"line {empty[0]} is empty" if empty else f"{twice[0]!r} is listed twice"
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if empty or duplicates:
+        problem = f"line {empty[0]} is empty" if empty else f"{duplicates[0]!r} is listed twice"
         raise DataError(f"--class-names {listed}: {problem}; one class name per line")
     return tuple(Class(name, color_of(index)) for index, name in enumerate(names))
 

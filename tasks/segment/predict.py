@@ -94,7 +94,7 @@ def _image_sizes(pixels: Pixels, plan: WindowPlan) -> tuple[Pixels, list[Tensor]
 
 
 def _write_prediction(
-    pixels: Pixels, labels: Labels, segmenter: Segmenter, place: Path
+    pixels: Pixels, labels: Labels, segmenter: Segmenter, prefix: Path
 ) -> tuple[dict[str, str], Image.Image, list[dict[str, Any]]]:
     """Draw an image's label map into files that begin with `place`; returns them, the overlay and the classes."""
     counts = np.array(Image.fromarray(labels).histogram())
@@ -105,7 +105,7 @@ def _write_prediction(
         "overlay": draw_overlay(pixels, labels, segmenter.classes),
         "legend": draw_legend(shares),
     }
-    files = {kind: place.with_name(f"{place.name}.{kind}.png") for kind in drawings}
+    files = {kind: prefix.with_name(f"{prefix.name}.{kind}.png") for kind in drawings}
     for kind, image in drawings.items():
         _save(image, files[kind])
     classes = [
@@ -131,9 +131,9 @@ def _summary(results: Sequence[dict[str, Any]], segmenter: Segmenter) -> list[Pa
 
 
 def _lines(result: dict[str, Any]) -> Sequence[str]:
-    named = ", ".join(f"{entry['name']} {entry['share']:.1%}" for entry in result["classes"][:MOST_NAMED])
+    class_shares = ", ".join(f"{entry['name']} {entry['share']:.1%}" for entry in result["classes"][:MOST_NAMED])
     remaining = len(result["classes"]) - MOST_NAMED
-    return [named + (f" and {remaining} more" if remaining > 0 else ""), result["image"]]
+    return [class_shares + (f" and {remaining} more" if remaining > 0 else ""), result["image"]]
 
 
 def _images(options: SegmentPredictOptions, console: Console) -> list[Path]:
@@ -145,9 +145,9 @@ def _images(options: SegmentPredictOptions, console: Console) -> list[Path]:
     for location in options.images:
         matches = find_image_files([location])
         if location.is_dir() and output.is_relative_to(real_path(location)):
-            retained = [path for path in matches if not path.name.endswith(ENDINGS)]
-            skipped += len(matches) - len(retained)
-            matches = retained
+            images = [path for path in matches if not path.name.endswith(ENDINGS)]
+            skipped += len(matches) - len(images)
+            matches = images
         paths += matches
     if skipped:
         console.warn(
@@ -179,11 +179,11 @@ def _unique_file_names(paths: Sequence[Path]) -> list[str]:
         names = [str(prefix.relative_to(root)) for prefix in prefixes]
     times = Counter(names)
     names = [name + path.suffix if times[name] > 1 else name for name, path in zip(names, paths, strict=True)]
-    twice = next((name for name, count in Counter(names).items() if count > 1), None)
-    if twice is not None:
-        clashing = [str(path) for path, name in zip(paths, names, strict=True) if name == twice]
+    duplicate = next((name for name, count in Counter(names).items() if count > 1), None)
+    if duplicate is not None:
+        clashing = [str(path) for path, name in zip(paths, names, strict=True) if name == duplicate]
         raise DpnError(
-            f"{clashing[0]} and {clashing[1]}: both would be written as {twice}.labels.png; predict them apart (-o)"
+            f"{clashing[0]} and {clashing[1]}: both would be written as {duplicate}.labels.png; predict them apart (-o)"
         )
     return names
 

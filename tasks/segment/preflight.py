@@ -21,7 +21,7 @@ def check_masks(pairs: Pairs, rule: LabelRule, sample: int = SAMPLE) -> set[int]
     """
     values: set[int] = set()
     unknown_mask: str | None = None
-    for index in _spread(pairs, sample):
+    for index in _spread_indices(pairs, sample):
         where = pairs.where_mask(index)
         with pairs.open(index) as image:
             mask = pairs.load_mask(index, (image.height, image.width))
@@ -43,12 +43,12 @@ def check_crops(pairs: Pairs, augmentation: SegmentAugmentation, sample: int = S
     """
     longest, shortest = (int(cap * sum(augmentation.ratio) / 2) for cap in augmentation.scale)
     sizes = []
-    for index in _spread(pairs, sample):
+    for index in _spread_indices(pairs, sample):
         with pairs.open(index) as image:
             sizes.append(fit_into((image.height, image.width), longest, shortest))
     return crop_warning(augmentation.crop, sizes)
 
 
-def _spread(pairs: Pairs, sample: int) -> list[int]:
+def _spread_indices(pairs: Pairs, sample: int) -> list[int]:
     """Return up to `sample` places in a split, evenly spread from the first to the last."""
-    return sorted({int(place) for place in np.linspace(0, len(pairs) - 1, min(sample, len(pairs)))})
+    return sorted({int(index) for index in np.linspace(0, len(pairs) - 1, min(sample, len(pairs)))})

@@ -61,10 +61,10 @@ def resize_rows(matrix: Tensor, rows: int) -> Tensor:
     old = len(matrix)
     if old == rows:
         return matrix
-    place = ((torch.arange(rows, dtype=torch.float64) + 0.5) * (old / rows) - 0.5).clamp(0, old - 1)
-    lower = place.long()
+    position = ((torch.arange(rows, dtype=torch.float64) + 0.5) * (old / rows) - 0.5).clamp(0, old - 1)
+    lower = position.long()
     upper = (lower + 1).clamp(max=old - 1)
-    return torch.lerp(matrix[lower], matrix[upper], (place - lower)[:, None])
+    return torch.lerp(matrix[lower], matrix[upper], (position - lower)[:, None])
 
 
 def axis_matrix(window: int, window_starts: Sequence[int], patches: int, length: int, out: int) -> Tensor:
@@ -91,12 +91,12 @@ class Axis:
     def __init__(self, matrix: Tensor, device: torch.device) -> None:
         used = (matrix != 0).byte()
         # On the CPU, so that a GPU is not waited for.
-        self.begins, self.ends = used.argmax(1), matrix.shape[1] - used.flip(1).argmax(1)
+        self.starts, self.ends = used.argmax(1), matrix.shape[1] - used.flip(1).argmax(1)
         self.matrix = matrix.to(device)
 
     def part(self, pixels: slice) -> tuple[Tensor, slice]:
         """Return the matrix of some output pixels, and which logits it is for."""
-        used = slice(int(self.begins[pixels].min()), int(self.ends[pixels].max()))
+        used = slice(int(self.starts[pixels].min()), int(self.ends[pixels].max()))
         return self.matrix[pixels, used], used
 
 
@@ -120,27 +120,29 @@ def view(network: LinearSegmenter, image: Tensor, out: Size, plan: WindowPlan, *
     """Run the network over an image (3, h, w) uint8, for a map of the size `out`."""
     vit, size = network.vit, (image.shape[-2], image.shape[-1])
     patch = vit.config.patch
-    begins = [starts(side, plan.window, plan.stride) if plan.stride else [0] for side in size]
+    starts_by_axis = [starts(side, plan.window, plan.stride) if plan.stride else [0] for side in size]
     window = [plan.window if plan.stride else -(-side // step) * step for side, step in zip(size, patch, strict=True)]
     image = image.flip(-1) if flip else image
-    lacking = (0, max(window[1] - size[1], 0), 0, max(window[0] - size[0], 0))
-    places = [(top, left) for top in begins[0] for left in begins[1]]
+    padding = (0, max(window[1] - size[1], 0), 0, max(window[0] - size[0], 0))
+    corners = [(top, left) for top in starts_by_axis[0] for left in starts_by_axis[1]]
     rows, columns = (window[axis] // patch[axis] for axis in (0, 1))
     logits = torch.empty(0)
     with nullcontext() if plan.stride else network.at_size((window[0], window[1])):
-        for first in range(0, len(places), plan.batch_size):
+        for first in range(0, len(corners), plan.batch_size):
             crops = [
                 image[:, top : top + window[0], left : left + window[1]]
-                for top, left in places[first : first + plan.batch_size]
+                for top, left in corners[first : first + plan.batch_size]
             ]
-            found = in_chunks(lambda some: network(F.pad(vit.normalize(some), lacking)).float(), torch.stack(crops))
+            scores = in_chunks(lambda some: network(F.pad(vit.normalize(some), padding)).float(), torch.stack(crops))
             if not first:
-                logits = found.new_empty(len(begins[0]) * rows, len(begins[1]) * columns, found.shape[1])
-            for number, one in enumerate(found, first):
-                top, left = number // len(begins[1]) * rows, number % len(begins[1]) * columns
+                logits = scores.new_empty(
+                    len(starts_by_axis[0]) * rows, len(starts_by_axis[1]) * columns, scores.shape[1]
+                )
+            for number, one in enumerate(scores, first):
+                top, left = number // len(starts_by_axis[1]) * rows, number % len(starts_by_axis[1]) * columns
                 logits[top : top + rows, left : left + columns] = rearrange(one, "k h w -> h w k")
     down, across = (
-        axis_matrix(window[axis], begins[axis], patches, size[axis], out[axis])
+        axis_matrix(window[axis], starts_by_axis[axis], patches, size[axis], out[axis])
         for axis, patches in enumerate((rows, columns))
     )
     return View(logits, Axis(down, logits.device), Axis(across.flip(0) if flip else across, logits.device))

@@ -62,9 +62,9 @@ def open_data(config: SegmentConfig) -> SegmentData:
     classes, rule = classes_of(data), rule_of(data)
     train = take(all_pairs, data.fraction)
     if len(train) < config.batch_size:
-        left = f"--fraction {data.fraction:g} leaves {len(train)} of {len(all_pairs)}" if data.fraction < 1 else ""
+        warning = f"--fraction {data.fraction:g} leaves {len(train)} of {len(all_pairs)}" if data.fraction < 1 else ""
         raise DpnError(
-            f"{left or f'--data {data.source} has {len(train)}'} images to train on, fewer than a batch of "
+            f"{warning or f'--data {data.source} has {len(train)}'} images to train on, fewer than a batch of "
             f"{config.batch_size}; use a larger --fraction, or --batch-size {max(1, len(train))} at most"
         )
     return SegmentData(train, open_pairs(data, "val"), len(all_pairs), classes, rule)
@@ -92,7 +92,7 @@ def train(run: Run[SegmentConfig]) -> Json:
             "data": facts["data"],
         }
         if world.leads:
-            folder.note_time(fit_result.seconds, fit_result.wait_seconds)
+            folder.record_time(fit_result.seconds, fit_result.wait_seconds)
             save_segmenter(segmenter, folder.path / WEIGHTS)
         distributed.barrier()
     if world.leads:
@@ -221,14 +221,14 @@ def job_of(
     batches = segment_batches(
         data.train, data.rule, augmentation, config.batch_size, config.seed, world, workers=workers
     )
-    every = config.evaluate_every or 0
-    every = every if every < config.schedule.steps else 0  # the end is scored anyway
+    interval = config.evaluate_every or 0
+    interval = interval if interval < config.schedule.steps else 0  # the end is scored anyway
     return engine.TrainJob.from_config(
         config,
         loss_fn=loss_of(network),
         batches=batches,
-        evaluate=(lambda: {"miou": evaluate(segmenter, data, config, world).miou}) if every else None,
-        evaluate_every=every,
+        evaluate=(lambda: {"miou": evaluate(segmenter, data, config, world).miou}) if interval else None,
+        evaluate_every=interval,
         monitor="miou",
         world=world,
         micro_batch=MicroBatch.choose(config.runtime, world.most(config.batch_size), network.vit, world.device),

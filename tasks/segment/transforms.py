@@ -139,24 +139,24 @@ def photometric_distortion(image: Tensor, draw: Draw) -> Tensor:
 def _stages(draw: Draw) -> list[Callable[[Tensor], Tensor]]:
     """Draw what happens to an image, in the reference's order."""
 
-    def happens() -> bool:
+    def is_chosen() -> bool:
         return int(draw() * 2) == 1
 
-    def between(low: float, high: float) -> float:
+    def uniform(low: float, high: float) -> float:
         return low + draw() * (high - low)
 
     stages: list[Callable[[Tensor], Tensor]] = []
-    if happens():
-        stages.append(partial(_shift, levels=between(-BRIGHTNESS, BRIGHTNESS)))
-    contrast_first = happens()
-    if contrast_first and happens():
-        stages.append(partial(_scale, factor=between(*CONTRAST)))
-    if happens():
-        stages.append(partial(scale_saturation, factor=between(*SATURATION)))
-    if happens():
+    if is_chosen():
+        stages.append(partial(_shift, levels=uniform(-BRIGHTNESS, BRIGHTNESS)))
+    contrast_first = is_chosen()
+    if contrast_first and is_chosen():
+        stages.append(partial(_scale, factor=uniform(*CONTRAST)))
+    if is_chosen():
+        stages.append(partial(scale_saturation, factor=uniform(*SATURATION)))
+    if is_chosen():
         stages.append(partial(shift_hue, steps=int(draw() * 2 * HUE) - HUE))
-    if not contrast_first and happens():
-        stages.append(partial(_scale, factor=between(*CONTRAST)))
+    if not contrast_first and is_chosen():
+        stages.append(partial(_scale, factor=uniform(*CONTRAST)))
     return stages
 
 
@@ -174,12 +174,12 @@ def scale_saturation(rgb: Tensor, factor: float) -> Tensor:
     The reference converts to OpenCV's 8-bit HSV and back, which turns hues by up to a degree; this does not.
     """
     value = rgb.amax(0)
-    below = value - rgb
+    distance = value - rgb
     if factor > 1:  # at most until the smallest channel is zero
-        below *= (value / (value - rgb.amin(0)).clamp_(min=1)).clamp_(max=factor)
+        distance *= (value / (value - rgb.amin(0)).clamp_(min=1)).clamp_(max=factor)
     else:
-        below *= factor
-    return torch.sub(value, below, out=below).add_(0.5).floor_()
+        distance *= factor
+    return torch.sub(value, distance, out=distance).add_(0.5).floor_()
 
 
 def shift_hue(rgb: Tensor, steps: int) -> Tensor:
@@ -200,17 +200,17 @@ def shift_hue(rgb: Tensor, steps: int) -> Tensor:
     hue.addcmul_(is_blue, scratch).mul_(30).div_(torch.clamp(chroma, min=1))
     hue.add_(not_red.add_(is_blue), alpha=60).add_(steps + 0.5).floor_()
     hue.add_(torch.neg(hue, out=scratch).clamp_(0, 1), alpha=180).div_(30)  # below zero is once around
-    turned = torch.empty_like(rgb)
+    rotated = torch.empty_like(rgb)
     # How much of the chroma each channel has, over the six parts of the circle of hues.
-    for channel, middle in zip(turned, (3, 2, 4), strict=True):
+    for channel, middle in zip(rotated, (3, 2, 4), strict=True):
         torch.sub(hue, middle, out=scratch).abs_()
         share = scratch.sub_(1) if middle == 3 else scratch.neg_().add_(2)
         torch.addcmul(low, chroma, share.clamp_(0, 1), out=channel)
-    return turned.add_(0.5).floor_()
+    return rotated.add_(0.5).floor_()
 
 
 def pad(image: Tensor, target: Tensor, crop: Size) -> tuple[Tensor, Tensor, Tensor]:
     """Pad right and bottom to the crop's size, labels with "ignored"; returns them with the size that is real (2,)."""
     height, width = image.shape[-2:]
-    lacking = (0, crop[1] - width, 0, crop[0] - height)
-    return F.pad(image, lacking), F.pad(target, lacking, value=IGNORE), torch.tensor([height, width])
+    padding = (0, crop[1] - width, 0, crop[0] - height)
+    return F.pad(image, padding), F.pad(target, padding, value=IGNORE), torch.tensor([height, width])

@@ -180,9 +180,9 @@ def finalize(config: VtabConfig) -> VtabConfig:
     fits = config.demo and SCRATCH_PIXELS % patch == 0  # an unusual patch size is refused with the image size
     pixels = math.ceil(DEMO_PIXELS / patch) * patch if fits else SCRATCH_PIXELS
     backbone = config.backbone
-    if without := next((network for network in networks if not network.checkpoint), None):
+    if untrained := next((network for network in networks if not network.checkpoint), None):
         start = find_start(
-            without,
+            untrained,
             needs="VTAB measures pre-trained networks",
             example="vit_base_patch32_224.augreg_in1k",
             otherwise="none" if config.demo else None,

@@ -42,7 +42,9 @@ def findings(run: RunRecord, prefix: str) -> Findings:
     folders = folders_of(list(networks))
     for number, (name, part) in enumerate(networks.items(), 1):
         warnings += [f"failed: {line}" for line in part["failed"]]
-        edges = [f"{task} ({found['edge']})" for task, found in part["tasks"].items() if found["edge"]]
+        edges = [
+            f"{task} ({task_result['edge']})" for task, task_result in part["tasks"].items() if task_result["edge"]
+        ]
         if edges:
             warnings.append(
                 f"{name}: the chosen learning rate is at the edge of the grid for {', '.join(edges)}: a better one may "
@@ -55,9 +57,9 @@ def findings(run: RunRecord, prefix: str) -> Findings:
     bars = _bars(result, networks, prefix)
     differences = [_differences(one) for one in result.get("compare", {}).get("differences", [])]
     scores = {
-        task: dict(zip(result["seeds"], found["test"]["values"], strict=True))
-        for task, found in networks[result["stem"]]["tasks"].items()
-        if found["test"]
+        task: dict(zip(result["seeds"], task_result["test"]["values"], strict=True))
+        for task, task_result in networks[result["stem"]]["tasks"].items()
+        if task_result["test"]
     }
     first = PageSection("Groups of tasks", [*differences, *bars])
     return Findings("test accuracy", scores, [first, *sections, ledger], warnings=warnings)
@@ -85,7 +87,7 @@ def paper_of(result: Json, network: str) -> Mapping[str, float]:
 def _tasks(result: Json, network: str, part: Json) -> Table:
     paper = paper_of(result, network)
     rows: list[list[Cell]] = []
-    strong = []
+    bold_rows = []
 
     def add(name: str, score: Json | None, *middle: Cell) -> None:
         rows.append([name, *middle, *_format_score(score)])
@@ -98,20 +100,20 @@ def _tasks(result: Json, network: str, part: Json) -> Table:
             add(task, entry["test"], lr, fmean(chosen) if chosen else None)
             rows[-1] += [paper.get(task), entry["chance"]]
         if members:
-            strong.append(len(rows))
+            bold_rows.append(len(rows))
             add(group, part["groups"][group], None, None)
             paper_scores = [paper[task] for task in members if task in paper]
             rows[-1] += [fmean(paper_scores) if len(paper_scores) == len(members) else None, None]
     for name, words in (("mean19", "mean of 19 tasks"), ("mean_groups", "mean of the groups")):
         if part[f"{name}_over_seeds"]:
-            strong.append(len(rows))
+            bold_rows.append(len(rows))
             add(words, part[f"{name}_over_seeds"], None, None)
             rows[-1] += [_paper_mean(paper, name), None]
     columns = ["task", "lr", "val200", "test", "95 %", "n", "paper", "chance"]
     if not paper:
         rows, columns = [[*row[:6], row[7]] for row in rows], [*columns[:6], columns[7]]
     title = f"{result['arch']} {network}, protocol {result['protocol']}"
-    return Table(title, columns, rows, note=NOTE, strong=frozenset(strong), name="tasks", digits=1)
+    return Table(title, columns, rows, note=NOTE, strong=frozenset(bold_rows), name="tasks", digits=1)
 
 
 def _paper_mean(paper: Mapping[str, float], name: str) -> float | None:

@@ -170,8 +170,8 @@ def print_result(result: Json, console: Console) -> None:
         console.print()
     for difference in result.get("compare", {}).get("differences", []):
         console.print(_difference_table(difference))
-        toy = result["demo"] or result["checkpoint"] == "none"
-        if toy and (difference["stem"], difference["minus"]) == ("dpn", "none"):
+        is_toy = result["demo"] or result["checkpoint"] == "none"
+        if is_toy and (difference["stem"], difference["minus"]) == ("dpn", "none"):
             console.print(TOY_NOTE, highlight=False)
         console.print()
     console.print(LEGEND, highlight=False)
@@ -196,10 +196,10 @@ def _table(result: Json, network: str, part: Json) -> Table:
     column = PAPER_COLUMNS.index((result["arch"], network)) if (result["arch"], network) in PAPER_COLUMNS else None
     paper = {} if column is None or result["demo"] else {task.name: task.paper[column] for task in TASKS}
     kind = "VTAB demo" if result["demo"] else "VTAB-1k"
-    shown = network if "=" in network else f"{result['arch']} · {format_network(network)}"
+    shown_name = network if "=" in network else f"{result['arch']} · {format_network(network)}"
     table = Table(
         box=box.SIMPLE_HEAD,
-        title=f"{kind} · {shown} · protocol {result['protocol']}",
+        title=f"{kind} · {shown_name} · protocol {result['protocol']}",
         title_justify="left",
     )
     table.add_column("task")

@@ -109,8 +109,8 @@ def _dispatch(run: Run[VtabConfig], data: Mapping[Task, TaskData], launch: Launc
         if trials.scored:
             continue
         for trial_part in trial_parts if len(task_parts) < backend.slots else ():
-            same = (trial_part.network, trial_part.task) == (part.network, part.task)
-            if same and trial_part.lr is not None and trials.is_unfinished(trial_part.lr, trial_part.seed):
+            is_same = (trial_part.network, trial_part.task) == (part.network, part.task)
+            if is_same and trial_part.lr is not None and trials.is_unfinished(trial_part.lr, trial_part.seed):
                 dependencies.append(trial_part.name(config))
                 works.append(Work(dependencies[-1], (*line, str(parts.index(trial_part))), network=part.network))
         works.append(Work(part.name(config), (*line, str(parts.index(part))), tuple(dependencies), part.network))
@@ -172,10 +172,11 @@ def _check_network(
     if recorded_digest != report.digest:
         raise DataError(f"{report.source}: the weights have changed since this run started; start another with -o")
     trials, free = len(config.lrs) * len(config.seeds), shutil.disk_usage(folder.path).free
-    needed = 4 * trials * report.parameters
-    if free < needed:
+    bytes_needed = 4 * trials * report.parameters
+    if free < bytes_needed:
         raise SaveError(
-            f"-o {folder.path}: {free / 1e9:.1f} GB free, and the {trials} trials of a task keep {needed / 1e9:.1f} GB "
+            f"-o {folder.path}: {free / 1e9:.1f} GB free, and the {trials} trials of a task keep "
+            f"{bytes_needed / 1e9:.1f} GB "
             "of weights until its learning rate is chosen; free some space or pass another -o"
         )
     if world.leads and f"backbone_{network}" not in facts:

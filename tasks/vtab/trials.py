@@ -52,9 +52,9 @@ class VtabTrial:
 
         Raises `DataError` when the file is damaged, or is not the one that the training wrote.
         """
-        written = (read_json(self.path / "done.json") or {}).get("weights_sha256")
+        written_digest = (read_json(self.path / "done.json") or {}).get("weights_sha256")
         try:
-            if written not in (None, file_digest(self.weights)):
+            if written_digest not in (None, file_digest(self.weights)):
                 raise DataError("not the file that this training wrote, whose SHA-256 is in done.json")
             return read_weights(self.weights)[0]
         except (DataError, OSError, SafetensorError) as error:

@@ -115,7 +115,7 @@ def test_attention_matches_the_heads_and_the_network_is_unchanged() -> None:
 def test_lengths_of_tokens_are_measured_at_every_position() -> None:
     model, pixels = network("post_posemb"), noise_images(2)
     model.cls_token.data.fill_(0.5)
-    seen = {length.place: length for length in record_activations(model, [pixels]).lengths}
+    seen = {length.stage: length for length in record_activations(model, [pixels]).lengths}
     assert list(seen) == ["stem", "with positions", "block 1", "block 2", "block 3", "block 4", "final norm"]
     with torch.no_grad():
         stem = model.patch_embed(model.normalize(pixels))

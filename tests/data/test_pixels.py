@@ -110,7 +110,7 @@ def test_every_offset_is_drawn_and_half_are_mirrored() -> None:
     image = torch.arange(12).reshape(1, 1, 3, 4).expand(1, 3, 3, 4).to(torch.uint8)
     rows = torch.zeros(4000, dtype=torch.int64)
     out = crop_and_flip(
-        image, rows, (2, 2), crop=True, flip=True, generator=torch.Generator().manual_seed(0), mine=slice(0, 4000)
+        image, rows, (2, 2), crop=True, flip=True, generator=torch.Generator().manual_seed(0), own_rows=slice(0, 4000)
     )
     corners = Counter((int(crop[0, 0, 0]), int(crop[0, 0, 1])) for crop in out)
     plain = {(top * 4 + left, top * 4 + left + 1) for top in range(2) for left in range(3)}
@@ -122,7 +122,7 @@ def test_every_offset_is_drawn_and_half_are_mirrored() -> None:
 def test_no_flip_and_no_crop_give_the_images_themselves(pixels: PixelSet) -> None:
     rows = torch.tensor([3, 1, 1, 7])
     out = crop_and_flip(
-        pixels.images, rows, (12, 10), crop=False, flip=False, generator=torch.Generator(), mine=slice(0, 4)
+        pixels.images, rows, (12, 10), crop=False, flip=False, generator=torch.Generator(), own_rows=slice(0, 4)
     )
     assert torch.equal(out, pixels.images[rows])
 

@@ -190,19 +190,19 @@ def test_numbers_are_means_over_seeds_next_to_the_papers_interval(tmp_path: Path
     ]
     whole = Experiment("x", "", "", numbers)
     mean, far, paired, nothing = compare(whole, locations)
-    assert mean.ours is not None
-    assert mean.ours.mean == pytest.approx(74.5333, abs=1e-4)
+    assert mean.our_summary is not None
+    assert mean.our_summary.mean == pytest.approx(74.5333, abs=1e-4)
     assert mean.difference == pytest.approx(-0.2667, abs=1e-4)
     # The paper's interval, with the halves of the last digits that it prints.
     low, high = stats.t.interval(0.95, 2, loc=74.8, scale=0.065)
     assert paper_reach(numbers[0]) == pytest.approx((high - low) / 2 + 0.05)
     assert paper_reach(experiment("table5").numbers[0]) == pytest.approx(stats.t.ppf(0.975, 9) * 0.095 + 0.05)
-    assert mean.within is bool(low - 0.05 <= mean.ours.mean <= high + 0.05)
-    assert far.within is False
-    assert paired.ours is not None
-    assert paired.ours.values == pytest.approx((1.1, 0.6))  # the third seed has no partner
-    assert paired.within is None
-    assert nothing.ours is None
+    assert mean.is_consistent is bool(low - 0.05 <= mean.our_summary.mean <= high + 0.05)
+    assert far.is_consistent is False
+    assert paired.our_summary is not None
+    assert paired.our_summary.values == pytest.approx((1.1, 0.6))  # the third seed has no partner
+    assert paired.is_consistent is None
+    assert nothing.our_summary is None
     assert nothing.difference is None
     rows = table_of(whole, [mean, far, paired, nothing], small=False).rows
     assert rows[0] == ["r", "mean", "74.53 ± 0.26", 3, "74.80 ± 0.06", mean.difference, "yes"]
@@ -223,9 +223,9 @@ def test_scores_are_found_in_results(tmp_path: Path, score: tuple[str | int, ...
     found, missing = compare(
         Experiment("x", "", "", [Number("", "", (trial(f"{name}/seed0"),), score) for name in "ab"]), locations
     )
-    assert found.ours is not None
-    assert found.ours.mean == 51.0
-    assert missing.ours is None
+    assert found.our_summary is not None
+    assert found.our_summary.mean == 51.0
+    assert missing.our_summary is None
 
 
 def test_data_sets_are_the_ones_that_trainings_name() -> None:

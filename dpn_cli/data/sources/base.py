@@ -103,10 +103,10 @@ class Images(ABC):
 class ImageSubset(Images):
     """Some images of a split, in the order of the split."""
 
-    def __init__(self, whole: LabelledImages, rows: Sequence[int] | Rows) -> None:
-        self.whole, self.rows, self.reading = whole, pack_integers(rows), whole.reading
-        self.labels: Sequence[int] = array("q", (whole.labels[row] for row in self.rows))
-        self.sizes: Sequence[int] = array("q", (whole.sizes[row] for row in self.rows))
+    def __init__(self, split: LabelledImages, rows: Sequence[int] | Rows) -> None:
+        self.whole, self.rows, self.reading = split, pack_integers(rows), split.reading
+        self.labels: Sequence[int] = array("q", (split.labels[row] for row in self.rows))
+        self.sizes: Sequence[int] = array("q", (split.sizes[row] for row in self.rows))
 
     @property
     def shards(self) -> ShardIndex | None:
@@ -155,10 +155,10 @@ def fingerprint(split: LabelledImages) -> str:
 
 def hash_lines(lines: Iterable[str]) -> str:
     """Return the SHA-256 of lines joined by line feeds, as hex; they are in memory one at a time."""
-    digest, between = hashlib.sha256(), b""
+    digest, separator = hashlib.sha256(), b""
     for line in lines:
-        digest.update(between + os.fsencode(line))
-        between = b"\n"
+        digest.update(separator + os.fsencode(line))
+        separator = b"\n"
     return digest.hexdigest()
 
 
@@ -185,5 +185,5 @@ def sample_rows_to_check(split: LabelledImages, most: int) -> list[int]:
     Of shards behind a URL they are the first ones, which are in one shard or two: others would have to be fetched.
     """
     count = len(split.labels)
-    spread = range(min(most, count)) if is_remote(split) else range(0, count, max(1, count // most))
-    return sorted({*spread, *(row for row, size in enumerate(split.sizes) if not size)})
+    candidates = range(min(most, count)) if is_remote(split) else range(0, count, max(1, count // most))
+    return sorted({*candidates, *(row for row, size in enumerate(split.sizes) if not size)})

@@ -41,7 +41,7 @@ class CifarLayout:
     meta: str
     labels: str | None = None
     names: str | None = None
-    before: int = 0
+    label_bytes: int = 0
 
 
 _TEN = tuple(f"data_batch_{number}" for number in range(1, 6))
@@ -58,9 +58,11 @@ LAYOUTS = (
         "cifar-10-batches-bin",
         {"train": tuple(f"{name}.bin" for name in _TEN), "val": ("test_batch.bin",)},
         "batches.meta.txt",
-        before=1,
+        label_bytes=1,
     ),
-    CifarLayout("cifar-100-binary", {"train": ("train.bin",), "val": ("test.bin",)}, "fine_label_names.txt", before=2),
+    CifarLayout(
+        "cifar-100-binary", {"train": ("train.bin",), "val": ("test.bin",)}, "fine_label_names.txt", label_bytes=2
+    ),
 )
 
 
@@ -72,10 +74,10 @@ def find_cifar(root: Path) -> tuple[Path, CifarLayout] | None:
     for layout in LAYOUTS:
         if (root / layout.meta).is_file() and (root / layout.files["val"][0]).is_file():
             return root, layout
-    held = [(root / layout.folder, layout) for layout in LAYOUTS if (root / layout.folder).is_dir()]
-    if len({layout.folder.split("-")[1] for _, layout in held}) > 1:
-        raise DataError(f"--data {root}: holds CIFAR-10 and CIFAR-100; name one: --data {held[0][0]}")
-    return held[0] if held else None
+    found_layouts = [(root / layout.folder, layout) for layout in LAYOUTS if (root / layout.folder).is_dir()]
+    if len({layout.folder.split("-")[1] for _, layout in found_layouts}) > 1:
+        raise DataError(f"--data {root}: holds CIFAR-10 and CIFAR-100; name one: --data {found_layouts[0][0]}")
+    return found_layouts[0] if found_layouts else None
 
 
 class CifarImages(Images):
@@ -100,33 +102,33 @@ class CifarImages(Images):
 
     def where(self, index: int) -> str:
         """Name an image's file and its row in it."""
-        path, row = self._place(index)
+        path, row = self._locate(index)
         return f"{path}, image {row}"
 
     def key(self, index: int) -> str:
         """Return an image's file and its row in it."""
-        path, row = self._place(index)
+        path, row = self._locate(index)
         return f"{path.name}/{row}"
 
     def open(self, index: int) -> Image.Image:
         """Return an image."""
-        path, row = self._place(index)
+        path, row = self._locate(index)
         planes = self._table(path)[0][row].reshape(3, SIDE, SIDE)
         return Image.fromarray(np.ascontiguousarray(planes.transpose(1, 2, 0)))
 
     def _table(self, path: Path) -> tuple[Pixels, Sequence[int]]:
-        return _table(path, self.layout.labels, self.layout.before)
+        return _table(path, self.layout.labels, self.layout.label_bytes)
 
-    def _place(self, index: int) -> tuple[Path, int]:
-        which = int(np.searchsorted(self.ends, index, side="right"))
-        return self.paths[which], index - (int(self.ends[which - 1]) if which else 0)
+    def _locate(self, index: int) -> tuple[Path, int]:
+        file_number = int(np.searchsorted(self.ends, index, side="right"))
+        return self.paths[file_number], index - (int(self.ends[file_number - 1]) if file_number else 0)
 
 
 @cache
-def _table(path: Path, key: str | None, before: int) -> tuple[Pixels, Sequence[int]]:
+def _table(path: Path, key: str | None, label_bytes: int) -> tuple[Pixels, Sequence[int]]:
     """Return the images of a file, (n, 3072) uint8 in planes, and their classes; each process reads it once."""
     if key is None:
-        return _read_binary(path, before)
+        return _read_binary(path, label_bytes)
     table = _unpickle(path)
     images, labels = table.get("data"), table.get(key)
     if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape[1:] != (PIXELS,):
@@ -136,15 +138,15 @@ def _table(path: Path, key: str | None, before: int) -> tuple[Pixels, Sequence[i
     return images, labels
 
 
-def _read_binary(path: Path, before: int) -> tuple[Pixels, Sequence[int]]:
+def _read_binary(path: Path, label_bytes: int) -> tuple[Pixels, Sequence[int]]:
     try:
         table = np.memmap(path, np.uint8, "r")
     except (OSError, ValueError) as error:
         raise _damage_error(path, str(error)) from error
-    if len(table) % (before + PIXELS):
+    if len(table) % (label_bytes + PIXELS):
         raise _damage_error(path, f"its {len(table)} bytes are not a whole number of images")
-    rows = table.reshape(-1, before + PIXELS)
-    return rows[:, before:], rows[:, before - 1].tolist()
+    rows = table.reshape(-1, label_bytes + PIXELS)
+    return rows[:, label_bytes:], rows[:, label_bytes - 1].tolist()
 
 
 def _read_class_names(path: Path, layout: CifarLayout) -> tuple[str, ...]:
@@ -167,8 +169,8 @@ class _ArraysOnly(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the object that a pickle names, if arrays need it. Raises `UnpicklingError` for any other."""
-        home, _, rest = module.partition(".")
-        if home == "numpy" and rest in ("core.multiarray", "_core.multiarray") and name == "_reconstruct":
+        package, _, submodule = module.partition(".")
+        if package == "numpy" and submodule in ("core.multiarray", "_core.multiarray") and name == "_reconstruct":
             return self._rebuild
         if module == "numpy" and name in ("ndarray", "dtype"):
             return getattr(np, name)

@@ -19,11 +19,13 @@ from dpn_cli.errors import DataError
 class FolderImages(Images):
     """The images in and below some folders of `root`, named as `index_files` does; the label is the folder's place."""
 
-    def __init__(self, root: Path, within: Sequence[str] = ("",), reading: ReadOptions = DEFAULT_READ_OPTIONS) -> None:
-        self.root, self.reading, self.listing = root, reading, index_files(root, within)
+    def __init__(
+        self, root: Path, subfolders: Sequence[str] = ("",), reading: ReadOptions = DEFAULT_READ_OPTIONS
+    ) -> None:
+        self.root, self.reading, self.listing = root, reading, index_files(root, subfolders)
         self.sizes: Sequence[int] = self.listing.sizes
-        places = np.repeat(np.arange(len(within), dtype=np.int32), self.listing.counts)
-        self.labels: Sequence[int] = array("i", places.tobytes())
+        folder_numbers = np.repeat(np.arange(len(subfolders), dtype=np.int32), self.listing.counts)
+        self.labels: Sequence[int] = array("i", folder_numbers.tobytes())
 
     def path(self, index: int) -> Path:
         """Return an image's file."""
@@ -108,15 +110,15 @@ class FileList(Images):
         return open_image(self.paths[index], self.where(index), self.reading, self.sizes[index])
 
 
-def find_image_files(places: Sequence[Path]) -> list[Path]:
+def find_image_files(paths: Sequence[Path]) -> list[Path]:
     """Return the images among files and folders. Raises `DataError` for a missing one or a folder without any."""
     images: list[Path] = []
-    for path in places:
+    for path in paths:
         if path.is_dir():
-            inside = [entry for entry, _ in find_files(path)]
-            if not inside:
+            files = [entry for entry, _ in find_files(path)]
+            if not files:
                 raise DataError(f"{path}: no image in this folder ({', '.join(sorted(SUFFIXES))})")
-            images += inside
+            images += files
         elif path.exists() or path.is_symlink():
             images.append(path)
         else:

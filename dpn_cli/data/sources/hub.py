@@ -36,9 +36,9 @@ class HubImages(Images):
         for name, feature in rows.features.items():  # all image columns: a row is read with all of them
             if name == self.image or isinstance(feature, datasets.Image):
                 self.rows = self.rows.cast_column(name, datasets.Image(decode=False))
-        stored = self.rows.data.column(self.image)
-        sizes = pyarrow.compute.binary_length(pyarrow.compute.struct_field(stored, "bytes")).to_pylist()
-        files = pyarrow.compute.struct_field(stored, "path").to_pylist()
+        column = self.rows.data.column(self.image)
+        sizes = pyarrow.compute.binary_length(pyarrow.compute.struct_field(column, "bytes")).to_pylist()
+        files = pyarrow.compute.struct_field(column, "path").to_pylist()
         self.sizes: Sequence[int] = [
             file_size(Path(file or "")) if size is None else size for size, file in zip(sizes, files, strict=True)
         ]
@@ -46,19 +46,19 @@ class HubImages(Images):
             file if size is None else None for size, file in zip(sizes, files, strict=True)
         ]
 
-    def column(self, rows: Any, named: str | None, kind: str, types: tuple[str, ...]) -> str:
+    def column(self, rows: Any, column_name: str | None, kind: str, types: tuple[str, ...]) -> str:
         """Return the named column, or the only one of a kind. Raises `DataError` naming the columns."""
-        if named is not None and named in rows.column_names:
-            return named
-        fitting = [name for name, feature in rows.features.items() if type(feature).__name__ in types]
-        if not fitting and kind in rows.column_names:
-            fitting = [kind]
-        if named is not None or len(fitting) != 1:
+        if column_name is not None and column_name in rows.column_names:
+            return column_name
+        candidates = [name for name, feature in rows.features.items() if type(feature).__name__ in types]
+        if not candidates and kind in rows.column_names:
+            candidates = [kind]
+        if column_name is not None or len(candidates) != 1:
             raise DataError(
                 f"{self.place}: which column holds the {kind}? The columns are "
                 f"{', '.join(rows.column_names)}; name one with --set data.{kind}_column=NAME"
             )
-        return str(fitting[0])
+        return str(candidates[0])
 
     def where(self, index: int) -> str:
         """Name the data set and the row."""
@@ -99,11 +99,11 @@ class UnlabelledHubImages(HubImages):
         self.labels: Sequence[int] = [0] * len(self.sizes)
 
 
-def get_image_file(stored: Any, where: str) -> Path | io.BytesIO:
+def get_image_file(value: Any, where: str) -> Path | io.BytesIO:
     """Return the image in a row of a hub data set, stored as bytes or a file name. Raises `ImageError`."""
-    if stored is None or (stored["bytes"] is None and stored["path"] is None):
+    if value is None or (value["bytes"] is None and value["path"] is None):
         raise ImageError(f"{where}: empty; every row needs its image")
-    return Path(stored["path"]) if stored["bytes"] is None else io.BytesIO(stored["bytes"])
+    return Path(value["path"]) if value["bytes"] is None else io.BytesIO(value["bytes"])
 
 
 @cache

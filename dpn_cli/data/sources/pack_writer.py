@@ -81,11 +81,13 @@ def pack(
         (out / name).mkdir(parents=True, exist_ok=True)
         names = "".join(f"{line}\n" for line in classes)
         (out / name / "classnames.txt").write_text(names, "utf-8", "surrogateescape")
-        done: dict[str, Json] = manifest["splits"].setdefault(name, {})
+        finished_parts: dict[str, Json] = manifest["splits"].setdefault(name, {})
         starts = range(0, len(order), SHARD_IMAGES)
         jobs = {f"{number:06d}": order[start : start + SHARD_IMAGES] for number, start in enumerate(starts)}
-        left = {
-            shard: rows for shard, rows in jobs.items() if not _is_intact(out / name / f"{shard}.tar", done.get(shard))
+        remaining = {
+            shard: rows
+            for shard, rows in jobs.items()
+            if not _is_intact(out / name / f"{shard}.tar", finished_parts.get(shard))
         }
         # A split may have a million names: every process receives it once.
         arguments = (split, out / name, packing, skip_bad)
@@ -94,20 +96,20 @@ def pack(
         try:
             with watch_processes(processes):
                 futures = dict[Future[Json], str]()
-                for shard, rows in left.items():
+                for shard, rows in remaining.items():
                     futures[pool.submit(_write_shard, shard, rows)] = shard
                     processes[:] = pool._processes.values()
                 for future in as_completed(futures):
-                    done[futures[future]] = future.result()
+                    finished_parts[futures[future]] = future.result()
                     replace_json(out / MANIFEST, manifest)
-                    progress(f"{name}: {len(done)} of {len(jobs)} shards")
+                    progress(f"{name}: {len(finished_parts)} of {len(jobs)} shards")
                     signals.check_here()
         except WorkerError:
             kill_processes(multiprocessing.active_children())  # they may wait for a lock of the dead one
             raise
         finally:
             pool.shutdown(cancel_futures=True)
-        manifest["splits"][name] = dict(sorted(done.items()))
+        manifest["splits"][name] = dict(sorted(finished_parts.items()))
     manifest["complete"] = True
     replace_json(out / MANIFEST, manifest)
     return manifest
@@ -155,7 +157,7 @@ def _write_shard(shard: str, rows: Sequence[int]) -> Json:
 
     def fill(temporary: Path) -> None:
         with tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as archive:
-            for place, row in enumerate(rows):
+            for position, row in enumerate(rows):
                 try:
                     suffix, encoded = _encode(split.open(row), split.where(row), packing, split.reading)
                 except DataError:
@@ -164,7 +166,7 @@ def _write_shard(shard: str, rows: Sequence[int]) -> Json:
                     continue
                 label = int(split.labels[row])
                 for ending, content in ((suffix, encoded), ("cls", str(label).encode())):
-                    member = tarfile.TarInfo(f"{shard}{place:04d}.{ending}")
+                    member = tarfile.TarInfo(f"{shard}{position:04d}.{ending}")
                     member.size = len(content)
                     archive.addfile(member, io.BytesIO(content))
                 keys.append(split.key(row))
@@ -173,13 +175,13 @@ def _write_shard(shard: str, rows: Sequence[int]) -> Json:
 
     path = folder / f"{shard}.tar"
     digest = replace_file(path, fill)
-    places = [(member.offset, member.size) for member in iter_images(path, ())] if keys else []
+    extents = [(member.offset, member.size) for member in iter_images(path, ())] if keys else []
     index = {
         "keys": np.array([os.fsencode(key) for key in keys], dtype=np.bytes_),
         "labels": np.array(labels, dtype=np.int32),
         "crc32": np.array(sums, dtype=np.uint32),
-        "offsets": np.array([offset for offset, _ in places], dtype=np.int64),
-        "sizes": np.array([size for _, size in places], dtype=np.int32),
+        "offsets": np.array([offset for offset, _ in extents], dtype=np.int64),
+        "sizes": np.array([size for _, size in extents], dtype=np.int32),
     }
 
     def save(temporary: Path) -> None:

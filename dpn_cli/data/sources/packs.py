@@ -98,11 +98,11 @@ class PackedImages(Images):
                         arrays.append(np.full(entry["images"], number) if name == "shard" else index[name])
             except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
                 raise DataError(f"{listed}: a damaged pack ({error}); {advice}") from error
-        joined: dict[str, Any] = {name: np.concatenate(arrays) for name, arrays in parts.items()}
-        self.labels: Sequence[int] = pack_integers(joined["labels"])
-        self.sizes: Sequence[int] = pack_integers(joined["sizes"])
-        self.keys, self.crc32 = joined["keys"], joined["crc32"]
-        self.shard, self.offsets = joined["shard"], joined["offsets"]
+        arrays_by_name: dict[str, Any] = {name: np.concatenate(arrays) for name, arrays in parts.items()}
+        self.labels: Sequence[int] = pack_integers(arrays_by_name["labels"])
+        self.sizes: Sequence[int] = pack_integers(arrays_by_name["sizes"])
+        self.keys, self.crc32 = arrays_by_name["keys"], arrays_by_name["crc32"]
+        self.shard, self.offsets = arrays_by_name["shard"], arrays_by_name["offsets"]
 
     @property
     def shards(self) -> ShardIndex:

@@ -40,11 +40,11 @@ def expand_pattern(pattern: str) -> list[Shard]:
     `StoreError` for a URL that cannot be read.
     """
     if is_url(pattern):
-        named = [file for each in _expand_braces(pattern) for file in remote.glob_files(each)]
-        if not named:
+        files = [file for part in _expand_braces(pattern) for file in remote.glob_files(part)]
+        if not files:
             raise DataError(f"--data {pattern}: no such file")
-        return list(remote.map_in_parallel(RemotePath.described, named))
-    return [file for each in _expand_braces(pattern) for file in _glob_files(each)]
+        return list(remote.map_in_parallel(RemotePath.described, files))
+    return [file for part in _expand_braces(pattern) for file in _glob_files(part)]
 
 
 def _expand_braces(pattern: str) -> Iterator[str]:
@@ -185,10 +185,10 @@ def _read_sidecar(path: Shard) -> bytes | None:
 
 def index_shards(paths: Sequence[Shard], endings: tuple[str, ...]) -> Iterator[tuple[Shard, Iterable[ShardMember]]]:
     """Yield shards with their images; those behind URLs are fetched several at once, and come with a digest."""
-    near = [path for path in paths if isinstance(path, Path)]
-    yield from ((path, iter_images(path, endings)) for path in near)
-    far = [path for path in paths if isinstance(path, RemotePath)]
-    yield from remote.map_in_parallel(partial(_index_remote_shard, endings=endings), far)
+    local_paths = [path for path in paths if isinstance(path, Path)]
+    yield from ((path, iter_images(path, endings)) for path in local_paths)
+    remote_paths = [path for path in paths if isinstance(path, RemotePath)]
+    yield from remote.map_in_parallel(partial(_index_remote_shard, endings=endings), remote_paths)
 
 
 def _index_remote_shard(path: RemotePath, endings: tuple[str, ...]) -> tuple[RemotePath, list[ShardMember]]:
@@ -197,22 +197,22 @@ def _index_remote_shard(path: RemotePath, endings: tuple[str, ...]) -> tuple[Rem
     The list is kept in the cache, so that a shard is not fetched again for what is in it.
     """
     saved_index = path.cached.with_name(f"{path.cached.stem}-{'-'.join(endings)}.json")
-    if (known := read_object(saved_index)) is None:
+    if (saved := read_object(saved_index)) is None:
         with path.open() as file:
             digest, size = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
         images = [
             [one.name, one.offset, one.size, {ending: text.decode("latin-1") for ending, text in one.sidecars.items()}]
             for one in iter_images(path, endings)
         ]
-        known = {"sha256": digest, "size": size, "images": images}
-        replace_text(saved_index, json.dumps(known))
+        saved = {"sha256": digest, "size": size, "images": images}
+        replace_text(saved_index, json.dumps(saved))
         remote.make_room(saved_index)
     remote.mark_used(saved_index)
-    found = (
+    index = (
         ShardMember(name, offset, size, {ending: text.encode("latin-1") for ending, text in sidecars.items()})
-        for name, offset, size, sidecars in known["images"]
+        for name, offset, size, sidecars in saved["images"]
     )
-    return replace(path, sha256=known["sha256"], size=known.get("size")), list(found)
+    return replace(path, sha256=saved["sha256"], size=saved.get("size")), list(index)
 
 
 def iter_images(path: Shard, endings: tuple[str, ...]) -> Iterator[ShardMember]:
@@ -220,7 +220,7 @@ def iter_images(path: Shard, endings: tuple[str, ...]) -> Iterator[ShardMember]:
     images: dict[str, tuple[str, int, int]] = {}
     sidecars: dict[str, dict[str, bytes]] = {}
     try:
-        with path.open("rb") as opened, tarfile.open(fileobj=opened, mode="r:") as archive:
+        with path.open("rb") as shard_file, tarfile.open(fileobj=shard_file, mode="r:") as archive:
             for member in archive:
                 if member.issparse():  # whose size is whatever its header says
                     raise ValueError(f"{member.name} is stored with holes")

@@ -50,7 +50,7 @@ _EDGE = 0.01
 _PLACE_TRIES = 256
 _NOISE_STD = 3.0
 _COUNT_WORDS = ("no", "one", "two", "three")
-_PLACES = (
+_POSITION_WORDS = (
     ("in the upper left", "at the top", "in the upper right"),
     ("on the left", "in the centre", "on the right"),
     ("in the lower left", "at the bottom", "in the lower right"),
@@ -104,7 +104,7 @@ LABELS: dict[str, tuple[str, ...]] = {
 
 # Which points, in units of the radius around the centre, belong to an object of angle 0.  Point-wise tests
 # rather than a drawing library: they are exact, and the pixels cannot change with a library's version.
-_INSIDE: dict[str, Callable[[_Floats, _Floats], npt.NDArray[np.bool_]]] = {
+_SHAPE_MASKS: dict[str, Callable[[_Floats, _Floats], npt.NDArray[np.bool_]]] = {
     "circle": lambda u, v: u**2 + v**2 <= 1,
     "square": lambda u, v: np.maximum(abs(u), abs(v)) <= 0.5**0.5,
     "triangle": lambda u, v: np.maximum(-u, u / 2 + 0.75**0.5 * abs(v)) <= 0.5,
@@ -120,11 +120,11 @@ _RISE = np.tile(np.linspace(-0.5, 0.5, SCENE_SIZE), (SCENE_SIZE, 1))
 _RAMPS = {"left": -_RISE, "right": _RISE, "top": -_RISE.T, "bottom": _RISE.T}
 
 
-def _free_place(rng: np.random.Generator, radius: float, placed: list[SceneObject]) -> tuple[float, float]:
+def _free_place(rng: np.random.Generator, radius: float, objects: list[SceneObject]) -> tuple[float, float]:
     """Return the first of a fixed number of random centres that keeps the gap to all placed objects."""
     low = radius + _EDGE
     centres = rng.uniform(low, 1 - low, size=(_PLACE_TRIES, 2))
-    distances = [np.hypot(centres[:, 0] - o.x, centres[:, 1] - o.y) - o.radius - radius for o in placed]
+    distances = [np.hypot(centres[:, 0] - o.x, centres[:, 1] - o.y) - o.radius - radius for o in objects]
     # Clearances above the gap count as equal and argmax takes the first of equals: this is rejection
     # sampling that falls back on the least crowded centre instead of failing.
     best = int(np.argmax(np.minimum(np.min(distances, axis=0), _GAP)))
@@ -177,8 +177,8 @@ def _coverage(item: SceneObject) -> _Floats:
     dy = (_SAMPLES[rows].reshape(-1, 1) - item.y) / item.radius
     dx = (_SAMPLES[columns].reshape(1, -1) - item.x) / item.radius
     cos, sin = math.cos(item.angle), math.sin(item.angle)
-    inside = _INSIDE[item.shape](dx * cos + dy * sin, dy * cos - dx * sin)
-    samples = inside.reshape(rows.sum(), _GRID, columns.sum(), _GRID)
+    mask = _SHAPE_MASKS[item.shape](dx * cos + dy * sin, dy * cos - dx * sin)
+    samples = mask.reshape(rows.sum(), _GRID, columns.sum(), _GRID)
     coverage = np.zeros((SCENE_SIZE, SCENE_SIZE))
     coverage[np.ix_(rows, columns)] = samples.mean(axis=(1, 3))
     return coverage
@@ -214,11 +214,11 @@ def _range_bin(value: float, bins: int) -> int:
 def caption(scene: Scene) -> str:
     """Describe a scene: "a large red circle in the upper left with two small objects, lit from the right"."""
     main = scene.objects[0]
-    place = _PLACES[_range_bin(main.y, 3)][_range_bin(main.x, 3)]
+    position_words = _POSITION_WORDS[_range_bin(main.y, 3)][_range_bin(main.x, 3)]
     others = len(scene.objects) - 1
     noun = "object" if others == 1 else "objects"
     return (
-        f"a large {main.color} {main.shape} {place} with {_COUNT_WORDS[others]} small {noun}, "
+        f"a large {main.color} {main.shape} {position_words} with {_COUNT_WORDS[others]} small {noun}, "
         f"lit from the {scene.light}"
     )
 

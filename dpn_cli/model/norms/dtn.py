@@ -58,8 +58,8 @@ class DynamicTokenNorm(TokenNorm):
         self.set_grid(tokens.grid)
         self.pos_proj = nn.Linear(3, self.heads, bias=False)
         self.var_norm_weight = nn.Parameter(torch.empty(self.heads))
-        both = self.released and options.dtn_statistics == "both"
-        self.mean_norm_weight = nn.Parameter(torch.empty(self.heads)) if both else None
+        has_both = self.released and options.dtn_statistics == "both"
+        self.mean_norm_weight = nn.Parameter(torch.empty(self.heads)) if has_both else None
 
     def set_grid(self, grid: tuple[int, int]) -> None:
         """Set the rows and columns of the grid of tokens. Raises `DpnError` as the constructor does."""
@@ -113,11 +113,15 @@ class DynamicTokenNorm(TokenNorm):
 
     def _neighbourhood(self, tokens: Tensor) -> Tensor:
         """Return the means of tokens (b, h, y, x, d) and of their squares under P, (2, b, h, y, x, d)."""
-        down, right = self.pool
-        if down * right > 1:
-            tokens = reduce(tokens, "b h (y p) (x q) d -> b h y x d", "mean", p=down, q=right)
+        pool_rows, pool_columns = self.pool
+        if pool_rows * pool_columns > 1:
+            tokens = reduce(tokens, "b h (y p) (x q) d -> b h y x d", "mean", p=pool_rows, q=pool_columns)
         means: Tensor = _Neighbourhood.apply(tokens, self.attention(0), self.attention(1))
-        return repeat(means, "s b h y x d -> s b h (y p) (x q) d", p=down, q=right) if down * right > 1 else means
+        return (
+            repeat(means, "s b h y x d -> s b h (y p) (x q) d", p=pool_rows, q=pool_columns)
+            if pool_rows * pool_columns > 1
+            else means
+        )
 
 
 # The gradients of the next two functions are explicit: autograd would read and write twice as much memory, which
@@ -132,22 +136,22 @@ class _Neighbourhood(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, tokens: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        both = tokens.new_empty((2, *tokens.shape))
-        both[0] = tokens
-        torch.mul(tokens, tokens, out=both[1])
-        half = (rows @ both.flatten(-2)).view_as(both)
-        context.save_for_backward(both, half, rows, columns)
+        pooled = tokens.new_empty((2, *tokens.shape))
+        pooled[0] = tokens
+        torch.mul(tokens, tokens, out=pooled[1])
+        half = (rows @ pooled.flatten(-2)).view_as(pooled)
+        context.save_for_backward(pooled, half, rows, columns)
         return columns[:, None] @ half
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        both, half, rows, columns = context.saved_tensors
+        pooled, half, rows, columns = context.saved_tensors
         grad_columns = (gradient @ half.mT).sum((0, 1, 3))
         grad_half = (columns.mT[:, None] @ gradient).flatten(-2)
-        grad_rows = (grad_half @ both.flatten(-2).mT).sum((0, 1))
-        grad_both = (rows.mT @ grad_half).view_as(both)
-        return grad_both[0].addcmul_(both[0], grad_both[1], value=2), grad_rows, grad_columns
+        grad_rows = (grad_half @ pooled.flatten(-2).mT).sum((0, 1))
+        grad_both = (rows.mT @ grad_half).view_as(pooled)
+        return grad_both[0].addcmul_(pooled[0], grad_both[1], value=2), grad_rows, grad_columns
 
 
 class _Mixture(torch.autograd.Function):

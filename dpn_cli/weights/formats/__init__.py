@@ -50,7 +50,7 @@ def formats_of(names: Collection[str], metadata: Collection[str] = ()) -> list[F
     """Return the formats that a file's tensor names (and its metadata's keys) fit: one, or none that dpn reads."""
     if ours.KEY in metadata:
         return [_OURS]
-    return [known for known in FORMATS if known.matches(names)]
+    return [fmt for fmt in FORMATS if fmt.matches(names)]
 
 
 def read_file(path: Path) -> Checkpoint:
@@ -91,16 +91,16 @@ def _contents(path: Path) -> Contents:
         ) from error
 
 
-def _read(known: Format, contents: Contents) -> Checkpoint:
+def _read(fmt: Format, contents: Contents) -> Checkpoint:
     try:
-        checkpoint = known.read(contents)
+        checkpoint = fmt.read(contents)
         check_facts(checkpoint)
         _check_numbers(checkpoint)
     except DataError:
         raise
     except Exception as error:  # a reader takes the layers for granted that its format has
         reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise DataError(f"it has the names of {known.name} but not its layers ({reason})") from error
+        raise DataError(f"it has the names of {fmt.name} but not its layers ({reason})") from error
     return checkpoint
 
 
@@ -110,21 +110,21 @@ def _only_format(contents: Contents) -> Format:
     if len(matching) == 1:
         return matching[0]
     if matching:
-        both = " and ".join(known.name for known in matching)
-        raise DataError(f"it has the names of {both}; keep one network in a file")
-    if known := reason_against(names):
-        raise DataError(f"not read. It looks like {known}")
+        format_names = " and ".join(fmt.name for fmt in matching)
+        raise DataError(f"it has the names of {format_names}; keep one network in a file")
+    if fmt := reason_against(names):
+        raise DataError(f"not read. It looks like {fmt}")
     first_names = ", ".join(sorted(names)[:6]) or "nothing"
     raise DataError(
         f"not a format that dpn reads; it holds {len(names)} tensors "
-        f"({first_names}{', ...' if len(names) > 6 else ''}). Known: dpn, {', '.join(known.name for known in FORMATS)}"
+        f"({first_names}{', ...' if len(names) > 6 else ''}). Known: dpn, {', '.join(fmt.name for fmt in FORMATS)}"
     )
 
 
 def check_facts(checkpoint: Checkpoint) -> None:
     """Refuse a description that no network can have: it is as easily damaged as the weights. Raises `ValueError`."""
     pairs = list(zip(checkpoint.mean, checkpoint.std, strict=True))
-    sound = {
+    checks = {
         "stem": checkpoint.stem in get_args(Stem),
         "act": checkpoint.act in get_args(Act),
         "norm": checkpoint.norm in get_args(Norm),
@@ -136,8 +136,8 @@ def check_facts(checkpoint: Checkpoint) -> None:
         "grid": checkpoint.grid is None or (len(checkpoint.grid) == 2 and min(checkpoint.grid) > 0),
         "mean and std": len(pairs) == 3 and all(isfinite(mean) and 0 < std < inf for mean, std in pairs),
     }
-    for name, holds in sound.items():
-        if not holds:
+    for name, is_valid in checks.items():
+        if not is_valid:
             raise ValueError(f"its description has no sound {name}")
 
 

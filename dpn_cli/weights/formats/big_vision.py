@@ -63,13 +63,13 @@ def read(contents: Contents) -> Checkpoint:
     renamed: dict[str, str] = {}
     heads = None
     for name, value in arrays.items():
-        ours = _our_name(name)
-        if ours is None or ours in state:
+        our_name = _our_name(name)
+        if our_name is None or our_name in state:
             state[name] = value
             continue
         if re.search(r"/(query|key|value)/kernel$", name):
             heads = value.shape[1]
-        state[ours], renamed[prefix + name] = _our_layout(ours, value), ours
+        state[our_name], renamed[prefix + name] = _our_layout(our_name, value), our_name
     fuse_qkv(state, renamed)
     _fuse_pool(state, renamed)
     grid = _flatten_positions(state)
@@ -128,17 +128,17 @@ def _our_name(name: str) -> str | None:
     return None
 
 
-def _our_layout(ours: str, value: Tensor) -> Tensor:
+def _our_layout(our_name: str, value: Tensor) -> Tensor:
     """Turn a flax array into PyTorch's layout: kernels are (in, out), attention keeps its heads apart."""
-    if ours == "patch_embed.proj.weight":
+    if our_name == "patch_embed.proj.weight":
         return value.permute(3, 2, 0, 1) if value.ndim == 4 else rows_first(value.T)  # p q c d -> d c p q
-    if re.search(r"\.(query|key|value)\.weight$", ours):
+    if re.search(r"\.(query|key|value)\.weight$", our_name):
         return value.flatten(1).T  # d heads k -> (heads k) d
-    if re.search(r"\.(query|key|value)\.bias$", ours):
+    if re.search(r"\.(query|key|value)\.bias$", our_name):
         return value.flatten()
-    if re.search(r"attn(_pool)?\.proj\.weight$", ours):
+    if re.search(r"attn(_pool)?\.proj\.weight$", our_name):
         return value.flatten(0, 1).T  # heads k d -> d (heads k)
-    return value.T if ours.endswith(".weight") and value.ndim == 2 else value
+    return value.T if our_name.endswith(".weight") and value.ndim == 2 else value
 
 
 def _fuse_pool(state: State, renamed: dict[str, str]) -> None:
@@ -149,7 +149,7 @@ def _fuse_pool(state: State, renamed: dict[str, str]) -> None:
         if all(name in state for name in new):
             state[new[query]] = state.pop(query)
             state[new[key]] = torch.cat([state.pop(key), state.pop(value)])
-            renamed.update({theirs: new[ours] for theirs, ours in renamed.items() if ours in new})
+            renamed.update({their_name: new[our_name] for their_name, our_name in renamed.items() if our_name in new})
 
 
 def _flatten_positions(state: State) -> tuple[int, int] | None:

@@ -149,8 +149,8 @@ def _from_numpy(name: str, array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     if array.dtype.kind not in "fiub":
         raise ValueError(f"{name} is of type {array.dtype}, not numbers")
-    native = array.astype(array.dtype.newbyteorder("="), copy=False)
-    return torch.from_numpy(np.ascontiguousarray(native).reshape(array.shape))
+    native_array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    return torch.from_numpy(np.ascontiguousarray(native_array).reshape(array.shape))
 
 
 def _read_safetensors(path: Path) -> Contents:
@@ -179,8 +179,8 @@ def _state_dict(content: Any) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(inner, dict):
         raise DataError(f"holds a {type(inner).__name__}, not a state dict")
     if not any(isinstance(value, Tensor) for value in inner.values()):
-        inside = ", ".join(f"{key!r} ({type(value).__name__})" for key, value in list(inner.items())[:6])
-        raise DataError(f"no tensors under 'state_dict' or 'model'; it has {inside or 'nothing'}; save one of them")
+        entries = ", ".join(f"{key!r} ({type(value).__name__})" for key, value in list(inner.items())[:6])
+        raise DataError(f"no tensors under 'state_dict' or 'model'; it has {entries or 'nothing'}; save one of them")
     return inner, [f"the file's {key} was not used" for key in ("state_dict_ema", "model_ema") if key in content]
 
 

@@ -31,8 +31,8 @@ _HEADS = {192: 4, 384: 6, 432: 9}
 
 def matches(names: Collection[str]) -> bool:
     """Return whether these are the names of a network with DTN."""
-    own = {"patch_embed.proj.weight", "blocks.0.attn.qkv.weight", "blocks.0.norm1.pos_proj.bias"}
-    return own <= {unwrap(name) for name in names}
+    own_names = {"patch_embed.proj.weight", "blocks.0.attn.qkv.weight", "blocks.0.norm1.pos_proj.bias"}
+    return own_names <= {unwrap(name) for name in names}
 
 
 def read(contents: Contents) -> Checkpoint:
@@ -41,8 +41,8 @@ def read(contents: Contents) -> Checkpoint:
     Raises `DataError` when the class token would join after the last block.
     """
     state, renamed = rename(contents.tensors)
-    unseen = [name for name in state if re.fullmatch(r"blocks\.\d+\.norm[12]\.pos_proj\.bias", name)]
-    for name in unseen:
+    uninitialized = [name for name in state if re.fullmatch(r"blocks\.\d+\.norm[12]\.pos_proj\.bias", name)]
+    for name in uninitialized:
         del state[name]
     depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
     blocks = sum(f"blocks.{index}.norm1.var_norm_weight" in state for index in range(depth))
@@ -58,7 +58,7 @@ def read(contents: Contents) -> Checkpoint:
     checkpoint = _checkpoint(state, contents)
     checkpoint.norm, checkpoint.norm_options = "dtn", options
     checkpoint.heads = len(state["blocks.0.norm1.var_norm_weight"])
-    checkpoint.renamed, checkpoint.dropped = renamed, unseen
+    checkpoint.renamed, checkpoint.dropped = renamed, uninitialized
     checkpoint.notes.append("the biases of pos_proj were dropped, which the softmax over positions does not see")
     return checkpoint
 
@@ -71,8 +71,8 @@ def is_baseline(state: State) -> bool:
     posemb = state.get("pos_embed")
     rows = 0 if posemb is None or posemb.ndim != 3 else posemb.shape[1]
     biased = any(name.endswith(".attn.qkv.bias") for name in state)
-    whole = {"cls_token", f"blocks.{JOINS_AT}.attn.qkv.weight"} <= state.keys()
-    return whole and not biased and rows > 0 and int(rows**0.5) ** 2 == rows
+    required = {"cls_token", f"blocks.{JOINS_AT}.attn.qkv.weight"} <= state.keys()
+    return required and not biased and rows > 0 and int(rows**0.5) ** 2 == rows
 
 
 def read_baseline(contents: Contents) -> Checkpoint:

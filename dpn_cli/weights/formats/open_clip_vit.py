@@ -129,10 +129,10 @@ def _apply_config(checkpoint: Checkpoint, contents: Contents, openai: bool) -> N
         raise DataError("an open_clip tower that does not pool by its class token; dpn reads pool_type 'tok'")
     norm, act = vision.pop("norm_kwargs", None) or {}, vision.pop("act_kwargs", None) or {}
     head_width, image = vision.pop("head_width", None), vision.pop("image_size", None)
-    strange = [key for key, value in vision.items() if value and key not in _HARMLESS]
-    strange += [key for key in (*norm, *act) if key not in ("eps", "approximate")]
-    if strange:
-        raise DataError(f"an open_clip tower with {', '.join(strange)} in its vision_cfg, which dpn does not know")
+    unsupported = [key for key, value in vision.items() if value and key not in _HARMLESS]
+    unsupported += [key for key in (*norm, *act) if key not in ("eps", "approximate")]
+    if unsupported:
+        raise DataError(f"an open_clip tower with {', '.join(unsupported)} in its vision_cfg, which dpn does not know")
     patch = checkpoint.state["patch_embed.proj.weight"].shape[-2:]
     if "quick_gelu" in model or openai:
         checkpoint.act = "quick_gelu" if model.get("quick_gelu", openai) else "gelu"
@@ -159,13 +159,13 @@ def _apply_config(checkpoint: Checkpoint, contents: Contents, openai: bool) -> N
 def read_trunk(contents: Contents) -> Checkpoint:
     """Read the timm ViT inside an open_clip model; its own head into the joint space is left aside."""
     names = {name: unwrap(name).removeprefix("visual.trunk.") for name in contents.tensors}
-    trunk = {name: ours for name, ours in names.items() if unwrap(name).startswith("visual.trunk.")}
+    trunk = {name: our_name for name, our_name in names.items() if unwrap(name).startswith("visual.trunk.")}
     vision = contents.config.get("model_cfg", {}).get("vision_cfg", {})
     config: dict[str, Any] = {"architecture": vision["timm_model_name"]} if "timm_model_name" in vision else {}
     if pool := vision.get("timm_pool"):
         config["global_pool"] = {"tok": "token"}.get(pool, pool)
     inner = Contents(
-        {ours: contents.tensors[name] for name, ours in trunk.items()},
+        {our_name: contents.tensors[name] for name, our_name in trunk.items()},
         config=config | contents.config.get("preprocess_cfg", {}),
         notes=contents.notes,
     )
@@ -173,6 +173,6 @@ def read_trunk(contents: Contents) -> Checkpoint:
     return replace(
         checkpoint,
         format="open_clip (timm trunk)",
-        renamed={name: checkpoint.renamed.get(ours, ours) for name, ours in trunk.items()},
+        renamed={name: checkpoint.renamed.get(our_name, our_name) for name, our_name in trunk.items()},
         dropped=[*checkpoint.dropped, *(name for name in contents.tensors if name not in trunk)],
     )

@@ -114,12 +114,12 @@ def rename(tensors: State, rules: Rules = (), *, inner: Callable[[str], str] = u
     renamed: dict[str, str] = {}
     for name, value in tensors.items():
         match = next(((m, new) for pattern, new in rules if (m := re.fullmatch(pattern, inner(name)))), None)
-        ours = match[0].expand(match[1]) if match else inner(name)
-        if ours in state:
-            raise ValueError(f"two tensors are called {ours}, one of them {name}")
-        state[ours] = value
-        if ours != name:
-            renamed[name] = ours
+        our_name = match[0].expand(match[1]) if match else inner(name)
+        if our_name in state:
+            raise ValueError(f"two tensors are called {our_name}, one of them {name}")
+        state[our_name] = value
+        if our_name != name:
+            renamed[name] = our_name
     return state, renamed
 
 
@@ -130,7 +130,7 @@ def fuse_qkv(state: State, renamed: dict[str, str]) -> None:
         if all(part in state for part in parts):
             fused = first.replace("query", "qkv")
             state[fused] = torch.cat([state.pop(part) for part in parts])
-            renamed.update({theirs: fused for theirs, ours in renamed.items() if ours in parts})
+            renamed.update({their_name: fused for their_name, our_name in renamed.items() if our_name in parts})
 
 
 def split_positions(checkpoint: Checkpoint) -> None:
@@ -177,8 +177,8 @@ def fold_layer_scale(state: State) -> list[str]:
     """
     scales = [name for name in state if re.fullmatch(r"blocks\.\d+\.ls[12]\.gamma", name)]
     for name in scales:
-        block, which, _ = name.rsplit(".", 2)
-        module = f"{block}.{'attn.proj' if which == 'ls1' else 'mlp.fc2'}"
+        block, branch, _ = name.rsplit(".", 2)
+        module = f"{block}.{'attn.proj' if branch == 'ls1' else 'mlp.fc2'}"
         gamma = state.pop(name).float()
         state[f"{module}.weight"] = gamma[:, None] * state[f"{module}.weight"].float()
         state[f"{module}.bias"] = gamma * state[f"{module}.bias"].float()

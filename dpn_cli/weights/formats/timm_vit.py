@@ -171,19 +171,20 @@ def apply_facts(checkpoint: Checkpoint, model: Any) -> None:
     kind = type(model)
     block: Any = next(iter(getattr(model, "blocks", ())), None)
     if kind not in (VisionTransformer, NaFlexVit) or type(block) not in (Block, ResPostBlock):
-        inside = f" of {type(block).__name__}s" if block is not None else ""
+        block_type = f" of {type(block).__name__}s" if block is not None else ""
         raise DataError(
-            f"a {kind.__name__}{inside}; dpn reads timm's VisionTransformer and NaFlexVit of Blocks and ResPostBlocks"
+            f"a {kind.__name__}{block_type}; dpn reads timm's VisionTransformer and NaFlexVit of Blocks and "
+            "ResPostBlocks"
         )
     act, heads = _ACTS.get(type(block.mlp.act).__name__), block.attn.num_heads
     pool = _POOLS.get((model.global_pool, model.num_prefix_tokens))
     norms_inside = [not isinstance(layer.norm, nn.Identity) for layer in (block.attn, block.mlp)]
-    after = type(block) is ResPostBlock
-    unlike = {
+    is_post_norm = type(block) is ResPostBlock
+    unsupported = {
         f"the activation {type(block.mlp.act).__name__}": act is None,
         f"the norm {type(block.norm1).__name__} in its blocks": not isinstance(block.norm1, nn.LayerNorm),
         "a norm inside its attention or its MLP alone": any(norms_inside) and not all(norms_inside),
-        "norms inside its attention and MLP and after them": after and any(norms_inside),
+        "norms inside its attention and MLP and after them": is_post_norm and any(norms_inside),
         f"pooling {model.global_pool!r} over {model.num_prefix_tokens} tokens next to the patches": pool is None
         or model.pool_include_prefix,
         "another number of heads in its pooling": model.attn_pool is not None and model.attn_pool.num_heads != heads,
@@ -191,11 +192,11 @@ def apply_facts(checkpoint: Checkpoint, model: Any) -> None:
         "patches with the channel first": kind is NaFlexVit and not model.embeds.channels_last,
         "patches that are not square": kind is NaFlexVit and len(set(model.embeds.patch_size)) > 1,
     }
-    for feature, holds in unlike.items():
-        if holds:
+    for feature, is_present in unsupported.items():
+        if is_present:
             raise DataError(f"its model has {feature}; dpn's has not")
     checkpoint.act, checkpoint.eps, checkpoint.heads = act or "gelu", block.norm1.eps, heads
-    if after:
+    if is_post_norm:
         checkpoint.placement, checkpoint.norm_options = "post,post", NormOptions(post="branch")
     elif all(norms_inside):
         checkpoint.placement = "subln"

@@ -102,7 +102,7 @@ REFUSED = (
 
 def reason_against(names: Collection[str]) -> str | None:
     """Return what a file of these names is and why it is not read, or None when it is not a known one."""
-    for format_name, pattern, why in REFUSED:
+    for format_name, pattern, reason in REFUSED:
         if any(re.search(pattern, name) for name in names):
-            return f"{format_name}: {why}"
+            return f"{format_name}: {reason}"
     return None

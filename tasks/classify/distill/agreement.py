@@ -92,11 +92,11 @@ def compute_agreement(
                 squares += float(flat_teacher.square().sum())
                 total += flat_teacher.sum(0).cpu()
     totals = distributed.reduce_over_ranks(torch.cat([sums, squares[None], total])).cpu()
-    images, equal, differing, distance, tokens, squared = totals[:6].tolist()
+    images, equal, different, distance, tokens, squared = totals[:6].tolist()
     variance = squared - float(totals[6:].square().sum()) / max(tokens, 1)
     return Agreement(
         int(images),
         100 * equal / images if classes else None,
         1 - distance / variance if comparable else None,
-        max(0.0, differing / images) if classes else None,
+        max(0.0, different / images) if classes else None,
     )

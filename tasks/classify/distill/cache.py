@@ -138,15 +138,15 @@ class TargetCache:
 
     def check_space(self) -> None:
         """Log the size of the cache. Raises `DpnError` if the disk has too little space for it."""
-        folder = next(place for place in (self.folder, *self.folder.absolute().parents) if place.is_dir())
+        folder = next(parent for parent in (self.folder, *self.folder.absolute().parents) if parent.is_dir())
         missing = sum(len(entries) for number, entries in enumerate(self.shards) if not self._file(number).is_file())
-        total, needed = (2 * self.values * count for count in (self.entries, missing))
+        total, bytes_needed = (2 * self.values * count for count in (self.entries, missing))
         free = shutil.disk_usage(folder).free
         contents = f"what the teacher computes for {self.views} views of {len(self.images.labels)} images"
-        if needed > free:
+        if bytes_needed > free:
             raise DpnError(
-                f"--cache-teacher {self.views}: {contents} takes {total / 1e9:.3g} GB, {needed / 1e9:.3g} of them "
-                f"still to be written, and {folder} has {free / 1e9:.3g} GB free; use fewer views, or leave the "
+                f"--cache-teacher {self.views}: {contents} takes {total / 1e9:.3g} GB, {bytes_needed / 1e9:.3g} of "
+                f"them still to be written, and {folder} has {free / 1e9:.3g} GB free; use fewer views, or leave the "
                 "option out"
             )
         if missing:
@@ -177,7 +177,7 @@ class TargetCache:
         distributed.barrier()
         self.filled = True
 
-    def joined(self, batches: Batches, order: ShardOrder | None = None) -> Batches:
+    def with_targets(self, batches: Batches, order: ShardOrder | None = None) -> Batches:
         """Return `batches`, which hold views of this cache, with the targets of each row; see `cached_targets`.
 
         `order` is that of the batches.
@@ -202,8 +202,8 @@ class TargetCache:
         """Return entries (n, values) in float16."""
         values = np.empty((len(entries), self.values), np.float16)
         for index, entry in enumerate(entries):
-            number, place = divmod(entry, self.per_shard)
-            values[index] = self._open(self._file(number))[place]
+            number, position = divmod(entry, self.per_shard)
+            values[index] = self._open(self._file(number))[position]
         return torch.from_numpy(values)
 
     def delete(self) -> None:
@@ -241,9 +241,9 @@ class TargetCache:
         ]
         entries = [shard[index * len(shard) // SPOT_CHECKS] for index, shard in enumerate(shards)]
         with closing(self._teacher_outputs([entries], workers=0)) as outputs:
-            near = F.cosine_similarity(next(outputs).float(), self.read(entries).float())
-        if not near.min() > SPOT_COSINE:
-            row = entries[int(near.argmin())] % len(self.images.labels)
+            similarity = F.cosine_similarity(next(outputs).float(), self.read(entries).float())
+        if not similarity.min() > SPOT_COSINE:
+            row = entries[int(similarity.argmin())] % len(self.images.labels)
             raise DataError(
                 f"{self.images.where(row)}: the teacher computes something else for it than {self.folder} holds, so "
                 "the image has changed since this run started; start another with -o"

@@ -62,8 +62,12 @@ def load(config: DistillConfig) -> LoadReport:
 
 def default_folder(config: DistillConfig) -> Path:
     """Return runs/distill/TEACHER/ARCH-STEM of the student, without an arch STEM alone."""
-    named = Path((config.teacher or "").rstrip("/"))
-    name = named.parent.name if named.name == WEIGHTS else named.name.removesuffix(".safetensors").removesuffix(".npz")
+    teacher_path = Path((config.teacher or "").rstrip("/"))
+    name = (
+        teacher_path.parent.name
+        if teacher_path.name == WEIGHTS
+        else teacher_path.name.removesuffix(".safetensors").removesuffix(".npz")
+    )
     return Path("runs") / "distill" / name.replace(":", "-") / run_name(config.backbone)
 
 
@@ -80,10 +84,16 @@ def describe(result: Json) -> str:
         f"start {result['start']}, {count_noun(result['steps'], 'step')} on {images['train']} images",
     ]
     names = {"start": "before the first step", "stem": "after the stem's stage", "all": "after the last step"}
-    for stage, note in result["stages"].items():
-        parts = [f"agreement {note['agreement']:.2f} %", f"KL {note['kl']:.4g} nats"] if result["classes"] else []
-        parts += [] if note["token_variance"] is None else [f"token variance {note['token_variance']:.4f}"]
-        parts += [] if note["top1"] is None else [f"top-1 {note['top1']:.2f} %"]
+    for stage, stage_result in result["stages"].items():
+        parts = (
+            [f"agreement {stage_result['agreement']:.2f} %", f"KL {stage_result['kl']:.4g} nats"]
+            if result["classes"]
+            else []
+        )
+        parts += (
+            [] if stage_result["token_variance"] is None else [f"token variance {stage_result['token_variance']:.4f}"]
+        )
+        parts += [] if stage_result["top1"] is None else [f"top-1 {stage_result['top1']:.2f} %"]
         lines.append(f"{names[stage]}: {', '.join(parts)}")
     lines.append(f"compared with the teacher on {images['held_out']} held-out images")
     if result["top1"] is not None:
@@ -101,8 +111,8 @@ def _check(run: Run[DistillConfig], teacher: Classifier, images: DistillSplits, 
     config, folder, world = run.config, run.folder, run.world
     check_divides(config.batch_size, config.runtime.micro_batch_size, world)
     check_stages(config)
-    if note := describe_resize(teacher):
-        run.console.warn(note)
+    if message := describe_resize(teacher):
+        run.console.warn(message)
     if options := final_probe_options(config):
         check_probe_data(options)
     check_views(config, len(images.train.labels))
@@ -119,18 +129,18 @@ def _check(run: Run[DistillConfig], teacher: Classifier, images: DistillSplits, 
     if dry_run:
         images.check(config.data.skip_bad_images)
         return
-    now = {"data": images.fingerprints(), "teacher": teacher.model.report.digest}
+    current = {"data": images.fingerprints(), "teacher": teacher.model.report.digest}
     saved_facts = from_leader(folder.facts)
-    if saved_facts.get("data", now["data"]) != now["data"]:
+    if saved_facts.get("data", current["data"]) != current["data"]:
         raise DataError(
             f"--data {config.data.source}: the images have changed since this run started; start another with -o"
         )
-    if saved_facts.get("teacher", now["teacher"]) != now["teacher"]:
+    if saved_facts.get("teacher", current["teacher"]) != current["teacher"]:
         raise DataError(
             f"--teacher {config.teacher}: the weights have changed since this run started; start another with -o"
         )
     if world.leads:
-        folder.update(device=describe_device(world.device), ranks=world.size, status="running", **now)
+        folder.update(device=describe_device(world.device), ranks=world.size, status="running", **current)
         images.check(config.data.skip_bad_images)
 
 

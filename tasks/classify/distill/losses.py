@@ -65,10 +65,12 @@ class ObservedNetwork(nn.Module):
 
     def freeze_unused(self) -> None:
         """Freeze head and pooling if no loss depends on them."""
-        unseen = [] if self.losses.logits else ["head."]
-        unseen += [] if self.losses.logits or self.losses.representation else ["fc_norm.", "attn_pool.", "pre_logits."]
+        unused_prefixes = [] if self.losses.logits else ["head."]
+        unused_prefixes += (
+            [] if self.losses.logits or self.losses.representation else ["fc_norm.", "attn_pool.", "pre_logits."]
+        )
         for name, parameter in self.network.named_parameters():
-            if unseen and name.startswith(tuple(unseen)):
+            if unused_prefixes and name.startswith(tuple(unused_prefixes)):
                 parameter.requires_grad_(False)
 
 
@@ -125,17 +127,17 @@ class Distance:
 
     def __call__(self, trainable: nn.Module, batch: Batch) -> Tensor:
         """Return the mean loss of the batch's rows, a scalar."""
-        theirs = self.teacher(batch)
-        ours = trainable(inputs_of(self.student, batch))
-        return self.between({name: value.float() for name, value in theirs.items()}, ours)
+        teacher_outputs = self.teacher(batch)
+        student_outputs = trainable(inputs_of(self.student, batch))
+        return self.compare({name: value.float() for name, value in teacher_outputs.items()}, student_outputs)
 
-    def between(self, teacher_outputs: NetworkOutputs, student_outputs: NetworkOutputs) -> Tensor:
+    def compare(self, teacher_outputs: NetworkOutputs, student_outputs: NetworkOutputs) -> Tensor:
         """Return the weighted sum of the terms; tokens and attention are means over the compared layers."""
         losses, parts = self.losses, list[Tensor]()
-        places = [name for name in teacher_outputs if name.startswith("tokens")]
-        for name in places:
+        token_names = [name for name in teacher_outputs if name.startswith("tokens")]
+        for name in token_names:
             difference = (student_outputs[name].float() - teacher_outputs[name]) / self.deviations[name]
-            parts.append(difference.square().mean() * (losses.tokens / len(places)))
+            parts.append(difference.square().mean() * (losses.tokens / len(token_names)))
         if losses.representation:
             cosine = F.cosine_similarity(
                 student_outputs["representation"].float(), teacher_outputs["representation"], dim=-1

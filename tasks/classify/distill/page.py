@@ -19,18 +19,18 @@ def findings(run: RunRecord) -> Findings:
     if "stages" not in result:
         return Findings("agreement", {}, [], WATCHED)
     rows: list[list[Cell]] = []
-    for stage, note in result["stages"].items():
-        numbers = [note.get(key) for key in ("agreement", "kl", "token_variance", "top1")]
+    for stage, stage_result in result["stages"].items():
+        numbers = [stage_result.get(key) for key in ("agreement", "kl", "token_variance", "top1")]
         kl, share = (None if value is None else f"{value:.4g}" for value in numbers[1:3])
         rows.append([STAGES[stage], numbers[0], kl, share, numbers[3]])
     rows.append([f"the teacher, {result['teacher']['arch']}", None, None, None, result["teacher_top1"]])
     columns = ("", "agreement in %", "KL in nats", "tokens' variance explained", "top-1 in %")
-    filled = [place for place in range(len(columns)) if not place or any(row[place] is not None for row in rows)]
+    filled = [column for column in range(len(columns)) if not column or any(row[column] is not None for row in rows)]
     images = result["images"]
     table = Table(
         "Student and teacher",
-        [columns[place] for place in filled],
-        [[row[place] for place in filled] for row in rows],
+        [columns[column] for column in filled],
+        [[row[column] for column in filled] for row in rows],
         note=f"Compared on {images['held_out']} held-out images"
         + (f"; top-1 is of {images['val']} labelled images." if result["top1"] is not None else "."),
         name="scores",

@@ -74,8 +74,8 @@ def as_classifier(config: DistillConfig, teacher: Classifier, model: Backbone) -
     """Return teacher or student as a classifier of the teacher's classes whose images are prepared by the config."""
     side = config.data.eval_resize or teacher.resize_side or resize_for(model.config.image_size)
     decoder = decoder_of(config.data.decode)
-    whole = config.data.crop == "whole"
-    return replace(teacher, model=model, resize_side=None if whole else side, decoder=decoder)
+    is_uncropped = config.data.crop == "whole"
+    return replace(teacher, model=model, resize_side=None if is_uncropped else side, decoder=decoder)
 
 
 def start_of(student: Student, teacher: Backbone) -> Start:
@@ -181,8 +181,8 @@ def check_pair(config: DistillConfig, teacher: Backbone, student: Backbone) -> S
             f"losses.tokens ({losses.tokens:g}), losses.representation ({losses.representation:g}): {widths}; set both "
             "to 0 and compare the logits alone"
         )
-    places = [(vit_config.grid, vit_config.has_class_token) for vit_config in (student_config, teacher_config)]
-    if places[0] != places[1] and losses.tokens + losses.attention:
+    layouts = [(vit_config.grid, vit_config.has_class_token) for vit_config in (student_config, teacher_config)]
+    if layouts[0] != layouts[1] and losses.tokens + losses.attention:
         raise DpnError(
             f"losses.tokens ({losses.tokens:g}), losses.attention ({losses.attention:g}): the student has "
             f"{_grid(student_config.grid)} patches, the teacher {_grid(teacher_config.grid)}, or one of them has no "

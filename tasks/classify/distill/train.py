@@ -76,7 +76,7 @@ class Distillation:
         track = self.run.tracker(self.config.runtime.report_to if stages else "none")
         for stage, steps in stages.items():
             if steps and self._stage_note(stage) is None:
-                config, student, path = self._ready(stage, previous_stage, steps)
+                config, student, path = self._prepare_stage(stage, previous_stage, steps)
                 with self.run.outputs("distill" if stage == "all" else stage, track, path) as outputs:
                     observed, job = self.job(config, student, outputs, first)
                     fit_result = engine.fit(engine.prepare(observed, config.runtime, self.world), job)
@@ -95,20 +95,20 @@ class Distillation:
     def _initialize_student(self) -> None:
         """Make and save the student before its first step, unless it is saved already."""
         if self._stage_note("start") is None:
-            student, fitted = self.new_student()
+            student, fit = self.new_student()
             if self.config.backbone.start == "anneal":
                 gate_stem_norms(student)
             check_pair(self.config, self.teacher, student)
-            self._save_stage("start", student, {"fitted": fitted} if fitted else {})
+            self._save_stage("start", student, {"fitted": fit} if fit else {})
 
     def new_student(self) -> tuple[Backbone, Json]:
         """Make the student on the CPU, where its stem is fitted in float64."""
-        student, fitted = new_student(self.config, self.teacher.cpu(), self._sample)
+        student, fit = new_student(self.config, self.teacher.cpu(), self._sample)
         self.teacher.to(self.world.device)
         self.console.info(student.report.summary())
-        return student, fitted
+        return student, fit
 
-    def _ready(self, stage: str, previous_stage: str, steps: int) -> tuple[DistillConfig, Backbone, Path]:
+    def _prepare_stage(self, stage: str, previous_stage: str, steps: int) -> tuple[DistillConfig, Backbone, Path]:
         """Return the config of a stage, the student after `previous_stage`, and the folder of its log."""
         student = reload_student(self.config, str(self._file(previous_stage, ".safetensors")), self.teacher.num_classes)
         path = self.path if stage == "all" else self.path / stage
@@ -160,7 +160,7 @@ class Distillation:
         targets: Callable[[engine.Batch], NetworkOutputs] = self._targets
         if self.cache and not dry_run:
             self.cache.fill()
-            batches, targets = self.cache.joined(batches, order), cached_targets
+            batches, targets = self.cache.with_targets(batches, order), cached_targets
         deviations = self._deviations() if config.losses.tokens else {}
         return observed, engine.TrainJob.from_config(
             config,
@@ -177,7 +177,9 @@ class Distillation:
 
     @cached_property
     def _observed_teacher(self) -> ObservedNetwork:
-        return ObservedNetwork(self.teacher, self.config.losses, [theirs for _, theirs in self.config.losses.layers])
+        return ObservedNetwork(
+            self.teacher, self.config.losses, [teacher_layer for _, teacher_layer in self.config.losses.layers]
+        )
 
     @cached_property
     def _compiled(self) -> Callable[[Tensor], NetworkOutputs]:
@@ -194,8 +196,8 @@ class Distillation:
         """Return the cache of the teacher's targets; None when the teacher runs in every step."""
         if not self.config.cache_teacher:
             return None
-        here = self._targets, self.images.train, self.world, self.console
-        return TargetCache(self.path, self.config, self.teacher, *here)
+        arguments = self._targets, self.images.train, self.world, self.console
+        return TargetCache(self.path, self.config, self.teacher, *arguments)
 
     @cached_property
     def _pixels(self) -> Tensor:
@@ -232,24 +234,26 @@ class Distillation:
     def _save_stage(self, stage: str, student: Backbone, facts: Json) -> None:
         """Write the weights of a stage, and the note that it is finished."""
         student.to(self.world.device).eval()
-        near = self.scoring.agreement(student).to_dict()
-        note = {**facts, **near, "top1": self.scoring.top1(student)}
+        agreement = self.scoring.agreement(student).to_dict()
+        stage_result = {**facts, **agreement, "top1": self.scoring.top1(student)}
         if self.world.leads:
             if stage == "all":
-                self._export(student, near)
+                self._export(student, agreement)
             else:
                 remove_gates(student)
                 export_backbone(student, self._file(stage, ".safetensors"))
-            replace_json(self._file(stage, ".json"), note)
+            replace_json(self._file(stage, ".json"), stage_result)
         distributed.barrier()
         units = {"agreement": " %", "token_variance": "", "kl": " nats"}
-        texts = [f"{name} {note[name]:.4g}{unit}" for name, unit in units.items() if note[name] is not None]
-        self.console.info(f"stage {stage}: {', '.join(texts)} on {note['images']} held-out images")
+        texts = [
+            f"{name} {stage_result[name]:.4g}{unit}" for name, unit in units.items() if stage_result[name] is not None
+        ]
+        self.console.info(f"stage {stage}: {', '.join(texts)} on {stage_result['images']} held-out images")
 
-    def _export(self, student: Backbone, near: Json) -> None:
+    def _export(self, student: Backbone, agreement: Json) -> None:
         """Write the student's file: a classifier where the teacher has a head."""
         description = {"teacher": self.scoring.describe_teacher(), "start": self.config.backbone.start}
-        distilled = {**description, "data": self.images.fingerprints(), **near}
+        distilled = {**description, "data": self.images.fingerprints(), **agreement}
         if not student.num_classes:
             export_backbone(student, self.path / WEIGHTS, {KEY: "network", "distilled": json.dumps(distilled)})
             return
@@ -268,8 +272,12 @@ class Distillation:
     def _result(self) -> Json:
         student = reload_student(self.config, str(self.path / WEIGHTS), self.teacher.num_classes)
         student.to(self.world.device).eval()
-        stages = {stage: note for stage in ("start", "stem", "all") if (note := self._stage_note(stage)) is not None}
-        timings = [note.pop("timing") for note in stages.values() if "timing" in note]
+        stages = {
+            stage: stage_result
+            for stage in ("start", "stem", "all")
+            if (stage_result := self._stage_note(stage)) is not None
+        }
+        timings = [stage_result.pop("timing") for stage_result in stages.values() if "timing" in stage_result]
         if self.skipped:
             self.console.warn(f"{sum(self.skipped)} times an unreadable image was replaced by the next one")
         log, vit_config = MetricsLog(self.path / "metrics.jsonl"), student.config

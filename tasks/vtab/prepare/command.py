@@ -49,7 +49,7 @@ def run(
     if damaged or not all(is_prepared(out / task.folder) for task in tasks):
         library()
     make_folder(out)
-    written, failed = dict[str, str](), dict[str, str]()
+    statuses, failed = dict[str, str](), dict[str, str]()
     with claimed(out):
         for task in TASKS:
             shutil.rmtree(partial(out, task), ignore_errors=True)
@@ -58,14 +58,14 @@ def run(
         for source in _order_by_download(tasks, root, manual):
             source_tasks = [task for task in source.tasks if task in tasks]
             missing = [task for task in source_tasks if not is_prepared(out / task.folder)]
-            written |= {task.name: "kept" for task in source_tasks if task not in missing}
+            statuses |= {task.name: "kept" for task in source_tasks if task not in missing}
             if not missing:
                 continue
             try:
                 builder = open_builder(source, root, manual, download)  # outside of `listen`: a download can be stopped
                 with signals.listen(signals.PARTS_KEPT):
                     prepare(source, missing, builder, out, console, _versions())
-                written |= {task.name: "written" for task in missing}
+                statuses |= {task.name: "written" for task in missing}
                 console.info(f"{' and '.join(task.name for task in missing)}: written, from {builder.name}")
             except DataError as error:
                 console.warn(str(error))
@@ -74,7 +74,7 @@ def run(
     problem = DataError(
         f"{count_noun(len(failed), 'task')} left: {names}; the reasons are above, the others are written"
     )
-    states = {task.name: written.get(task.name, "left") for task in tasks}
+    states = {task.name: statuses.get(task.name, "left") for task in tasks}
     return {"task": "data prepare vtab", "out": str(out), "tasks": states, "left": failed}, problem if failed else None
 
 

@@ -35,14 +35,14 @@ def clevr_count(example: Example) -> int:
 
 def clevr_distance(example: Example) -> int:
     """The bin of the depth of the object that is nearest to the camera: up to 8, 8.5, 9, 9.5, 10, or beyond."""
-    return bin_of(min(float(place[2]) for place in example["objects"]["pixel_coords"]), CLEVR_EDGES)
+    return bin_of(min(float(coordinates[2]) for coordinates in example["objects"]["pixel_coords"]), CLEVR_EDGES)
 
 
 def kitti_distance(example: Example) -> int:
     """The bin of the distance of the nearest car, van or truck: up to 8 m, up to 20 m, beyond, or 3 without one."""
     objects = example["objects"]
     rows = zip(objects["type"], objects["location"], strict=True)
-    distances = (float(place[2]) for kind, place in rows if int(kind) < KITTI_VEHICLES)
+    distances = (float(position[2]) for kind, position in rows if int(kind) < KITTI_VEHICLES)
     return bin_of(min(distances, default=KITTI_NOTHING), KITTI_EDGES)
 
 

@@ -115,8 +115,8 @@ def _check_space(parts: Mapping[str, TfdsPart], builder: Builder, tasks: Sequenc
     for part in parts.values():
         split = builder.splits[part.split]
         bytes_needed += (part.stop - part.start) * (split.bytes / max(1, split.examples) + BLOCK / 2)
-    above = next(place for place in (out.absolute(), *out.absolute().parents) if place.exists())
-    free = shutil.disk_usage(above).free
+    existing_folder = next(parent for parent in (out.absolute(), *out.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing_folder).free
     if bytes_needed > free:
         names = " and ".join(task.name for task in tasks)
         raise SaveError(
@@ -138,7 +138,7 @@ class _Folder:
     def partial(self) -> Path:
         return partial(self.out, self.task)
 
-    def place(self, split: str, name: str, label: int, digest: str) -> Path:
+    def write_image(self, split: str, name: str, label: int, digest: str) -> Path:
         """Note an image, and return the place for its file. Raises `DataError` for a label outside the classes."""
         if not 0 <= label < self.task.classes:
             raise DataError(
@@ -183,10 +183,10 @@ def _write_split(
     count = 0
     for example in examples:
         signals.check_here()
-        content, kind = stored(bytes(example["image"]), source.white, f"{source.builder}, {split} image {count}")
+        content, kind = pack_image(bytes(example["image"]), source.white, f"{source.builder}, {split} image {count}")
         name, digest = f"images/{split}/{count:06d}.{kind}", hashlib.sha256(content).hexdigest()
         first, *copies = [
-            folder.place(split, name, source.labels[folder.task.name](example), digest) for folder in folders
+            folder.write_image(split, name, source.labels[folder.task.name](example), digest) for folder in folders
         ]
         first.write_bytes(content)
         for copy in copies:
@@ -204,7 +204,7 @@ def _link(first: Path, other: Path) -> None:
         shutil.copyfile(first, other)
 
 
-def stored(content: bytes, white: int, where: str) -> tuple[bytes, str]:
+def pack_image(content: bytes, white: int, where: str) -> tuple[bytes, str]:
     """Return an image's bytes and the ending of its file: those that were stored, unless `white` is not 255.
 
     Values are then scaled, so that `white` becomes 255, and stored as PNG. Raises `DataError` for an unknown kind.

@@ -104,7 +104,7 @@ def test_cached_targets_give_the_teachers_loss(
     deviations = {name: torch.full((shape[1],), 0.7) for name, shape in cache.shapes.items() if "tokens" in name}
     live, kept = (Distance(of, student, config.losses, deviations, "softmax") for of in (looks, cached_targets))
     batches = crop_batches(split, augmentation_of(config, SIZE), 6, config.seed, ALONE, workers=0, order=order)
-    for batch in itertools.islice(cache.joined(batches, order)(3), 4):
+    for batch in itertools.islice(cache.with_targets(batches, order)(3), 4):
         now, stored = looks(batch), cached_targets(batch)
         assert stored.keys() == now.keys()
         for name, value in now.items():

@@ -239,9 +239,9 @@ def test_jpeg_files_stay_as_they_are_and_are_no_copies(
 ) -> None:
     file = io.BytesIO()
     Image.new("RGB", (8, 8), (90, 20, 30)).save(file, "JPEG", quality=75)
-    assert write.stored(file.getvalue(), 255, "here") == (file.getvalue(), "jpg")
+    assert write.pack_image(file.getvalue(), 255, "here") == (file.getvalue(), "jpg")
     with pytest.raises(DataError, match=r"here: neither JPEG, PNG, GIF nor BMP"):
-        write.stored(b"RIFF", 255, "here")
+        write.pack_image(b"RIFF", 255, "here")
 
     def shades(self: Stored, part: TfdsPart) -> Iterator[Example]:
         for row in range(part.start, part.stop):
