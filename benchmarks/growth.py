@@ -167,7 +167,7 @@ class Grey(Images):
         self.labels = array("i", (number * 7 % classes for number in range(images)))
         self.sizes = array("q", [1000]) * images
 
-    def where(self, index: int) -> str:
+    def locate(self, index: int) -> str:
         """Name an image by its number."""
         return f"image {index}"
 
@@ -208,7 +208,7 @@ def pairs(size: int, folder: Path) -> CaptionSource:
 
 def write_table(size: int, folder: Path) -> None:
     """Write that table."""
-    with Path(pairs(size, folder).place).open("w") as file:
+    with Path(pairs(size, folder).location).open("w") as file:
         file.write("file,caption\n")
         for number in range(size):
             name = name_of(number, min(1000, size // 10))

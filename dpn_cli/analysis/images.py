@@ -31,7 +31,7 @@ class SampledImages:
 
     def __init__(self, source: ImageSource, most: int, workers: int | Literal["auto"], skip_bad: bool) -> None:
         split = open_unlabelled(source)
-        self.place, self.reading = source.place, source.reading
+        self.location, self.reading = source.location, source.reading
         self.split = ImageSubset(split, sorted(hash_order(split)[:most]))
         self.workers, self.skip_bad = workers, skip_bad
 
@@ -51,7 +51,7 @@ class SampledImages:
                     yield part.images
                 on_progress(len(part.images) + part.skipped)
         if not count:
-            raise DataError(f"--data {self.place}: none of {len(self.split.labels)} images can be read")
+            raise DataError(f"--data {self.location}: none of {len(self.split.labels)} images can be read")
 
 
 def scenes(model: Backbone) -> Tensor:

@@ -296,10 +296,10 @@ def _lengths(networks: Sequence[InspectionSummary]) -> list[Part]:
             series.append(Series(_prefix_network(one, "class token", networks), numbers, values))
     caption = (
         "Lengths (L2 norms): mean and largest of the patch tokens, mean of the class token. Place 0 is after the stem, "
-        "1 with positions, then one place per block, and last the final norm."
+        "1 with positions, then one point per block, and last the final norm."
     )
     chart = LineChart(
-        "token_lengths", "Length of the tokens through the network", "place", "length", series, True, caption=caption
+        "token_lengths", "Length of the tokens through the network", "stage", "length", series, True, caption=caption
     )
     rows: list[list[Cell]] = [
         [

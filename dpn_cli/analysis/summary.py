@@ -131,7 +131,7 @@ def _left_out(model: Backbone, maps: dict[str, Tensor], no_images: bool) -> list
     if no_images:
         lines.append(NO_DATA)
     elif model.config.pool == "map":
-        lines.append("the attention with which the head pools the tokens is left out: its query has no place")
+        lines.append("the attention with which the head pools the tokens is left out: its query is no patch")
     return lines
 
 

@@ -14,7 +14,7 @@ from dpn_cli.weights.backbone import Backbone
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths (L2 norms) of the tokens at one place of a network.
+    """Lengths (L2 norms) of the tokens at one stage of a network.
 
     `low` and `high` are quantiles (5 and 95 %) of the patch tokens, `largest` the longest of them; `class_token` is the
     mean over images, None where there is none yet.
@@ -40,7 +40,7 @@ class TokenLengths:
         self.lengths_by_stage.setdefault(stage, []).append(tokens.float().norm(dim=-1).cpu())
 
     def summary(self) -> list[Lengths]:
-        """Return the lengths at every place, in the order of the network."""
+        """Return the lengths at every stage, in the order of the network."""
         return [_summary(stage, torch.cat(parts), self.patches) for stage, parts in self.lengths_by_stage.items()]
 
     @contextmanager

@@ -14,7 +14,7 @@ from dpn_cli.errors import DataError, DpnError, ImageError
 from dpn_cli.run.console import printable, show_error
 from dpn_cli.run.files import save_error
 
-# What the system says of a place to which nothing more can be written.
+# What the system says of a device to which nothing more can be written.
 UNWRITABLE = {errno.EROFS, errno.ENOSPC, errno.EDQUOT}
 
 INTERRUPTED = 128 + signal.SIGINT

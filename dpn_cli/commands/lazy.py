@@ -18,12 +18,12 @@ class LazyCommand(NamedTuple):
     the table of trainings; these have a help of their own, which begins with the line.
     """
 
-    place: str
+    location: str
     help: str
 
     def load(self, name: str) -> Any:
         """Return the command."""
-        module, attribute = self.place.split(":")
+        module, attribute = self.location.split(":")
         command = getattr(import_module(f"dpn_cli.commands.{module}"), attribute)
         around = typer.Typer(rich_markup_mode="rich", add_completion=False)
         around.callback()(lambda: None)  # with a callback it is a group, however few commands it has

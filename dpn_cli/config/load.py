@@ -113,7 +113,8 @@ def _empty_in(value: object, key: str = "") -> str | None:
         return key
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return next(
-        (place for name, part in parts if (place := _empty_in(part, f"{key}.{name}".lstrip("."))) is not None), None
+        (location for name, part in parts if (location := _empty_in(part, f"{key}.{name}".lstrip("."))) is not None),
+        None,
     )
 
 

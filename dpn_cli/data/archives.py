@@ -32,7 +32,7 @@ CHUNK = 2**20
 class ArchiveLayout:
     """Contents of a data set's archives.
 
-    The first group of `member` is a file's place in the unpacked folder; members that do not match are left out.
+    The first group of `member` is a file's path in the unpacked folder; members that do not match are left out.
     `files` says how many files each folder has when everything is unpacked.
     """
 
@@ -44,7 +44,7 @@ class ArchiveLayout:
 
 @dataclass(frozen=True)
 class ArchiveEntry:
-    """A file in an archive, and its place below the folder."""
+    """A file in an archive, and its path below the folder."""
 
     info: zipfile.ZipInfo
     target: str
@@ -55,7 +55,7 @@ def unpack(archives: Sequence[Path], layout: ArchiveLayout, out: Path, console: 
 
     Files that are there already in their full size are kept: each is written under another name first. Before anything
     is written, all names, sizes and the space on the disk are checked. Raises `DataError` for a file that is no zip
-    archive or damaged, for members that lead out of the folder, are links, are encrypted or share a place, for more
+    archive or damaged, for members that lead out of the folder, are links, are encrypted or share a path, for more
     files or bytes than a data set has, and for an archive of something else; `DpnError` when `out` is no folder;
     `SaveError` for a full disk; `StoppedError` after a signal.
     """

@@ -1,7 +1,7 @@
-"""DeiT's augmentation by timm and torchvision, drawn anew for every place of every batch.
+"""DeiT's augmentation by timm and torchvision, drawn anew for every position of every batch.
 
 Both libraries draw from the global random numbers of Python, NumPy and torch. They are seeded here for the call and
-restored after it, so that an image's augmentation depends only on its place in the training.
+restored after it, so that an image's augmentation depends only on its position in the training.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class Augmentation:
         jitter: how far timm changes brightness, contrast and saturation: by factors of 1 - jitter to 1 + jitter.
         erase: share of images of which timm erases a part; these batches are float32 and normalised.
         repeats: how often an epoch draws each of its images (repeated augmentation).
-        mirrored: give each rank the pairs of places that mirror each other, which timm mixes.
+        mirrored: give each rank the pairs of positions that mirror each other, which timm mixes.
         mean: the network's, of pixels in [0, 1]; `erase` needs both.
         std: the network's.
-        views: draw each image in so many ways, one in an epoch, over and over; 0 draws it anew at every place.
+        views: draw each image in so many ways, one in an epoch, over and over; 0 draws it anew at every position.
     """
 
     size: Size
@@ -148,7 +148,7 @@ def _posterized(image: Image.Image, bits: int, **others: Any) -> Image.Image:
 def mix_batches(batches: Batches, mixup: Mixup, normalize: Callable[[Tensor], Tensor], seed: int) -> Batches:
     """Return batches of ``image`` (b, 3, h, w), normalised and mixed by timm's mixup and CutMix, and ``target``.
 
-    The images that are mixed with each other are neighbours, a first one and the one at the mirrored place of the
+    The images that are mixed with each other are neighbours, a first one and the one at the mirrored position of the
     batch: a part of the batch is the same for any number of ranks. There is one share for the whole batch. ``target``
     (b, classes) includes the label smoothing of `mixup`.
     """

@@ -60,7 +60,9 @@ def _fit(height: int, width: int, ratio: float, draws: list[float]) -> Box | Non
     return int(draws[1] * (height - crop_height)), int(draws[2] * (width - crop_width)), crop_height, crop_width
 
 
-def train_crop(image: Image.Image, where: str, size: Size, generator: torch.Generator, decode_mode: Decode) -> Tensor:
+def train_crop(
+    image: Image.Image, location: str, size: Size, generator: torch.Generator, decode_mode: Decode
+) -> Tensor:
     """Decode a random crop of an opened image, resized to (3, *size) uint8.
 
     ``exact`` decodes all of the image and resizes the crop as the reference does; ``pillow`` does the same with
@@ -77,7 +79,7 @@ def train_crop(image: Image.Image, where: str, size: Size, generator: torch.Gene
             scale_y, scale_x = image.height / full[0], image.width / full[1]
             top, left = round(top * scale_y), round(left * scale_x)
             height, width = max(1, round(height * scale_y)), max(1, round(width * scale_x))
-    crop = decode(image, where, decoder_of(decode_mode))[top : top + height, left : left + width]
+    crop = decode(image, location, decoder_of(decode_mode))[top : top + height, left : left + width]
     if decode_mode != "fast":
         return resize(crop, size)
     return F.interpolate(to_batch(crop), size, mode="bilinear", align_corners=False)[0].contiguous()
@@ -116,7 +118,7 @@ def eval_crop(pixels: Pixels, resize_side: int, size: Size) -> Tensor:
 class AreaWeights(NamedTuple):
     """Return the area of each old pixel under each of `count` new ones; the old ones from `begin` to `end` count.
 
-    ``shares`` (count, k) are those of the old pixels ``places`` (count, k), counted from `begin`.
+    ``shares`` (count, k) are those of the old pixels ``positions`` (count, k), counted from `begin`.
     """
 
     start: int

@@ -69,8 +69,8 @@ def file_size(path: Path) -> int:
     return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
-def inside(root: Path, name: str, where: str) -> Path:
-    """Return the path below `root` that data name. Raises `DataError`, with the place of the name, for any other path.
+def inside(root: Path, name: str, location: str) -> Path:
+    """Return the path below `root` that data name. Raises `DataError`, with the location, for any other path.
 
     What a name is a link to may be anywhere: a link is made by who has the data, a name comes with them.
     """
@@ -81,17 +81,17 @@ def inside(root: Path, name: str, where: str) -> Path:
             absolute.is_relative_to(folder) for folder in (os.path.normpath(Path.cwd() / root), real_path(root))
         ):
             raise DataError(
-                f"{where}: {name} is not in the folder of the data, {root}; name a folder that holds all files"
+                f"{location}: {name} is not in the folder of the data, {root}; name a folder that holds all files"
             )
     return path
 
 
 def open_image(
-    file: Path | io.BytesIO, where: str, reading: ReadOptions = DEFAULT_READ_OPTIONS, listed: int | None = None
+    file: Path | io.BytesIO, location: str, reading: ReadOptions = DEFAULT_READ_OPTIONS, listed: int | None = None
 ) -> Image.Image:
     """Open an image file and read its size, without decoding it.
 
-    A JPEG that will be shrunk has its reduced size. Raises `ImageError` with the place when the file is missing, not
+    A JPEG that will be shrunk has its reduced size. Raises `ImageError` with the location when the file is missing, not
     a regular file or not an image, or when it has too many pixels, and `DataError` when it has another number of bytes
     than was `listed`.
     """
@@ -102,17 +102,17 @@ def open_image(
                 raise OSError("not a regular file")
             if listed not in (None, status.st_size):
                 raise DataError(
-                    f"{where}: the file has {status.st_size} bytes, and had {listed} when the data were listed; put "
+                    f"{location}: the file has {status.st_size} bytes, and had {listed} when the data were listed; put "
                     "back what was there, or start again, and leave the data alone while they are in use"
                 )
         image = Image.open(file)
     except DECODE_ERRORS as error:
-        raise unreadable_error(where, error) from error
+        raise unreadable_error(location, error) from error
     width, height = image.size
     if width * height > reading.max_pixels and not (reading.shrink and _shrink(image, reading.max_pixels)):
         image.close()
         raise ImageError(
-            f"{where}: {width} x {height} pixels, more than the {reading.max_pixels} that are read; allow more with "
+            f"{location}: {width} x {height} pixels, more than the {reading.max_pixels} that are read; allow more with "
             "--max-pixels, or make it smaller"
         )
     return image
@@ -127,11 +127,11 @@ def _shrink(image: Image.Image, most: int) -> bool:
     return False
 
 
-def decode(image: Image.Image, where: str, decoder: Decoder = "exact") -> Pixels:
+def decode(image: Image.Image, location: str, decoder: Decoder = "exact") -> Pixels:
     """Decode an opened image to RGB (height, width, 3) as TensorFlow's decode_image does, and close it.
 
     Repeats grey, drops transparency, keeps the upper byte of 16-bit values, takes the first frame of an animation, and
-    ignores EXIF rotation. Raises `ImageError` with the place when the data are damaged.
+    ignores EXIF rotation. Raises `ImageError` with the location when the data are damaged.
     """
     try:
         with image:
@@ -146,12 +146,12 @@ def decode(image: Image.Image, where: str, decoder: Decoder = "exact") -> Pixels
             image.info.pop("transparency", None)  # dropped in any case, and PIL would warn of a palette's
             return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
     except DECODE_ERRORS as error:
-        raise unreadable_error(where, error) from error
+        raise unreadable_error(location, error) from error
 
 
-def read_pixels(file: Path | io.BytesIO, where: str, reading: ReadOptions) -> Pixels:
+def read_pixels(file: Path | io.BytesIO, location: str, reading: ReadOptions) -> Pixels:
     """Return the pixels (height, width, 3) of an image file. Raises `ImageError` as `open_image` and `decode` do."""
-    return decode(open_image(file, where, reading), where, reading.decoder)
+    return decode(open_image(file, location, reading), location, reading.decoder)
 
 
 def _jpeg_pixels(image: Image.Image) -> Pixels | None:
@@ -180,7 +180,7 @@ def _stored_pixels(image: Image.Image) -> Pixels | None:
     return np.frombuffer(image.fp.read(math.prod(shape)), np.uint8).reshape(shape)
 
 
-def unreadable_error(where: str, error: Exception) -> ImageError:
+def unreadable_error(location: str, error: Exception) -> ImageError:
     """Describe a damaged or missing image in one line."""
     if isinstance(error, UnidentifiedImageError):
         reason = "of no known format"
@@ -188,4 +188,4 @@ def unreadable_error(where: str, error: Exception) -> ImageError:
         reason = "its pixels do not fit into memory"
     else:
         reason = getattr(error, "strerror", None) or str(error)
-    return ImageError(f"{where}: not a readable image ({reason[:120]}); fetch it again, or remove it")
+    return ImageError(f"{location}: not a readable image ({reason[:120]}); fetch it again, or remove it")

@@ -78,8 +78,8 @@ def _stamp(path: str) -> tuple[int, int, int]:
 def index_files(root: Path, subfolders: Sequence[str] = ("",)) -> FileIndex:
     """List the images in and below some folders of `root`.
 
-    A list of many images is kept below `home`, until one of the folders changes. An image that was written to in its
-    place is noticed when it is opened, or in a sample. Says every ten seconds how many were found. Raises `DataError`
+    A list of many images is cached below `home`, until one of the folders changes. An image that was overwritten
+    is noticed when it is opened, or in a sample. Logs their number every ten seconds. Raises `DataError`
     for a folder that cannot be read, `StoppedError` when a signal asks to stop.
     """
     file = _index_path(root, subfolders)

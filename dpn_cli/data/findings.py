@@ -69,11 +69,11 @@ class DataFindings:
 
     def inspect_labelled(self, name: str, split: LabelledImages, classes: Sequence[str]) -> SplitInspection:
         """Decode all images of a split, and describe them and their labels."""
-        inspection = self.inspect_images(name, split.where, partial(inspect_image, split), len(split.labels))
+        inspection = self.inspect_images(name, split.locate, partial(inspect_image, split), len(split.labels))
         labels, num_classes = np.asarray(split.labels), len(classes)
         for row in np.flatnonzero((labels < 0) | (labels >= num_classes)).tolist():
             allowed = f"{count_noun(num_classes, 'class')}, 0 to {num_classes - 1}"
-            self.add_problems("label", f"{split.where(row)}: label {labels[row]}, and there are {allowed}")
+            self.add_problems("label", f"{split.locate(row)}: label {labels[row]}, and there are {allowed}")
         counts = Counter(labels.tolist())
         per_class = [counts[label] for label in range(num_classes)]
         self.splits[name]["labels"] = {

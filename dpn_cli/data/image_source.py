@@ -28,13 +28,13 @@ SPLITS = ("train", "val", "test")
 class ImageSource:
     """Location of images, by ``--data`` and related options.
 
-    `place` is a folder (of classes, packed, or CIFAR's), ``hf:NAME[:CONFIGURATION]``, ``wds:PATTERN``, the URL of a
+    `location` is a folder (of classes, packed, or CIFAR's), ``hf:NAME[:CONFIGURATION]``, ``wds:PATTERN``, the URL of a
     packed folder or of shards, or ``demo``; `val_place` is another one for the validation images. Without validation
     images, `val_fraction` of the others is set apart.
     """
 
-    place: str
-    val_place: str | None = None
+    location: str
+    val_location: str | None = None
     val_fraction: float | None = None
     image_column: str | None = None
     label_column: str | None = None
@@ -44,24 +44,24 @@ class ImageSource:
 def own_splits(source: ImageSource) -> list[str]:
     """Return which of ``train``, ``val`` and ``test`` a data set has itself, without substitutes."""
     own = [split for split in SPLITS if has_split(source, split)]
-    if is_hub(source.place) and "val" in own and find_hub_split(source.place, "val") == "test":
+    if is_hub(source.location) and "val" in own and find_hub_split(source.location, "val") == "test":
         own.remove("val")
     return own
 
 
 def has_split(source: ImageSource, split: str) -> bool:
     """Return whether a data set has images of its own for ``train``, ``val`` or ``test``."""
-    if split == "val" and source.val_place:
+    if split == "val" and source.val_location:
         return True
-    if source.place in DEMO_SPLITS:
-        return split in DEMO_SPLITS[source.place][1]
+    if source.location in DEMO_SPLITS:
+        return split in DEMO_SPLITS[source.location][1]
     if split == "train":
         return True
-    if is_hub(source.place):
-        return find_hub_split(source.place, split) is not None
-    if is_shards(source.place):
+    if is_hub(source.location):
+        return find_hub_split(source.location, split) is not None
+    if is_shards(source.location):
         return False
-    root = resolve_folder(source.place)
+    root = resolve_folder(source.location)
     if isinstance(root, RemotePath) or is_pack(root):
         return split in read_manifest(root)["splits"]
     if find_cifar(root):
@@ -75,7 +75,7 @@ def open_split(source: ImageSource, split: str, *, unlabelled: bool = False) -> 
     Raises `DataError`, also for fewer than two classes, for more than a network can have, and for withheld labels (-1,
     as in the test split of many hub data sets); `unlabelled` allows these, to store the images.
     """
-    location = source.val_place if split == "val" and source.val_place else source.place
+    location = source.val_location if split == "val" and source.val_location else source.location
     images, classes = _open(source, location, split)
     images.reading = source.reading
     if not unlabelled:
@@ -83,30 +83,30 @@ def open_split(source: ImageSource, split: str, *, unlabelled: bool = False) -> 
     return images, classes
 
 
-def _open(source: ImageSource, place: str, split: str) -> tuple[LabelledImages, tuple[str, ...]]:
-    if place in DEMO_SPLITS:
-        task, splits = DEMO_SPLITS[place]
+def _open(source: ImageSource, location: str, split: str) -> tuple[LabelledImages, tuple[str, ...]]:
+    if location in DEMO_SPLITS:
+        task, splits = DEMO_SPLITS[location]
         return SceneSplit(task, *splits[split]), tuple(LABELS[task])
-    if place.startswith("demo:"):
+    if location.startswith("demo:"):
         names = ", ".join(f"{name} ({len(LABELS[task])} classes)" for name, (task, _) in DEMO_SPLITS.items())
-        raise DataError(f"--data {place}: no such demo; there are {names}")
-    if is_shards(place):
-        shards = LabelledShardImages(place.removeprefix("wds:"))
+        raise DataError(f"--data {location}: no such demo; there are {names}")
+    if is_shards(location):
+        shards = LabelledShardImages(location.removeprefix("wds:"))
         return shards, shards.classes
-    if is_hub(place):
-        hub_split = find_hub_split(place, split)
-        name, config = parse_hub_source(place)
+    if is_hub(location):
+        hub_split = find_hub_split(location, split)
+        name, config = parse_hub_source(location)
         hub = HubSplit(name, config, hub_split or split, source.image_column, source.label_column, alone=True)
-        return hub, hub.classes or number_classes(hub, place)
-    root = resolve_folder(place)
+        return hub, hub.classes or number_classes(hub, location)
+    root = resolve_folder(location)
     if isinstance(root, Path) and not root.is_dir():
         raise DataError(
-            f"--data {place}: no such folder; it holds train/CLASS/IMAGE.jpg and val/CLASS/IMAGE.jpg. "
+            f"--data {location}: no such folder; it holds train/CLASS/IMAGE.jpg and val/CLASS/IMAGE.jpg. "
             "'demo' is the built-in data, hf:OWNER/NAME a hub data set, wds:PATTERN webdataset shards"
         )
     if isinstance(root, RemotePath) or is_pack(root):
         splits = read_manifest(root)["splits"]
-        alone = source.val_place is not None and split == "val" and len(splits) == 1
+        alone = source.val_location is not None and split == "val" and len(splits) == 1
         packed_images = PackedImages(root, next(iter(splits)) if alone else split)
         return packed_images, packed_images.classes
     if cifar := find_cifar(root):
@@ -117,21 +117,21 @@ def _open(source: ImageSource, place: str, split: str) -> tuple[LabelledImages, 
     return folders, folders.classes
 
 
-def _check_labels(place: str, split: str, labels: Sequence[int], classes: Sequence[str]) -> None:
+def _check_labels(location: str, split: str, labels: Sequence[int], classes: Sequence[str]) -> None:
     if min(labels, default=0) < 0:
         report_error(
             DataError(
-                f"--data {place}: its {split} images have the label -1, which means no label; choose another split"
+                f"--data {location}: its {split} images have the label -1, which means no label; choose another split"
             )
         )
     if len(classes) < 2:
         found_classes = f"one class ({classes[0]})" if classes else "no classes"
         raise DataError(
-            f"--data {place}: {found_classes}, and a classifier needs two at least; images go into one folder per "
+            f"--data {location}: {found_classes}, and a classifier needs two at least; images go into one folder per "
             "class: name the folder that holds these"
         )
     if len(classes) > MAX_CLASSES:
-        raise DataError(f"--data {place}: {len(classes)} classes; a network has at most {MAX_CLASSES}")
+        raise DataError(f"--data {location}: {len(classes)} classes; a network has at most {MAX_CLASSES}")
 
 
 def check_classes(source: ImageSource, train: Sequence[str], val: Sequence[str]) -> None:
@@ -141,7 +141,7 @@ def check_classes(source: ImageSource, train: Sequence[str], val: Sequence[str])
     missing, extra = sorted(set(train) - set(val)), sorted(set(val) - set(train))
     report_error(
         DataError(
-            f"--data {source.place}: training and validation have different classes: only in training: "
+            f"--data {source.location}: training and validation have different classes: only in training: "
             f"{', '.join(missing[:5]) or 'none'}; only in validation: {', '.join(extra[:5]) or 'none'}"
         )
     )
@@ -152,25 +152,27 @@ def open_unlabelled(source: ImageSource) -> LabelledImages:
 
     Of a folder with ``train`` in it those are meant. Raises `DataError` where there are no images.
     """
-    place = source.place
+    location = source.location
     split: LabelledImages
-    if is_hub(place):
-        name, config = parse_hub_source(place)
-        split = UnlabelledHubImages(name, config, find_hub_split(place, "train") or "train", source.image_column)
-    elif is_shards(place):
-        split = UnlabelledShardImages(place.removeprefix("wds:"))
-    elif place in DEMO_SPLITS or is_url(place) or is_pack(root := Path(place).expanduser()) or find_cifar(root):
+    if is_hub(location):
+        name, config = parse_hub_source(location)
+        split = UnlabelledHubImages(name, config, find_hub_split(location, "train") or "train", source.image_column)
+    elif is_shards(location):
+        split = UnlabelledShardImages(location.removeprefix("wds:"))
+    elif (
+        location in DEMO_SPLITS or is_url(location) or is_pack(root := Path(location).expanduser()) or find_cifar(root)
+    ):
         split, _ = open_split(source, "train", unlabelled=True)
     else:
         if not root.is_dir():
             raise DataError(
-                f"--data {place}: no such folder; pass a folder of images, 'demo' for the built-in ones, hf:OWNER/NAME "
-                "or wds:PATTERN"
+                f"--data {location}: no such folder; pass a folder of images, 'demo' for the built-in ones, "
+                "hf:OWNER/NAME or wds:PATTERN"
             )
         inner = root / "train"
         split = FolderImages(inner if inner.is_dir() else root)
     if not len(split.labels):
-        raise DataError(f"--data {place}: no image in it or below it ({', '.join(sorted(SUFFIXES))})")
+        raise DataError(f"--data {location}: no image in it or below it ({', '.join(sorted(SUFFIXES))})")
     split.reading = source.reading
     return split
 

@@ -59,7 +59,7 @@ class _CropDataset(Dataset[Loaded]):
             index = (row + skipped) % len(self.split.labels)
             generator = torch.Generator().manual_seed(fold(self.seed, CROP, first, second))
             try:
-                image, location = self.split.open(index), self.split.where(index)
+                image, location = self.split.open(index), self.split.locate(index)
                 example = self._make_example(image, location, generator, first, second)
                 return example, int(self.split.labels[index]), skipped
             except DataError as error:
@@ -184,7 +184,7 @@ def crop_batches(
     def batches(start: int) -> Generator[Batch, None, None]:
         repeats, views = augmentation.repeats, augmentation.views
         steps = StepSampler(len(split.labels), batch_size, seed, start, positions, repeats, views, order)
-        shard_uses = partial(order.needs, start, positions) if order else None
+        shard_uses = partial(order.iter_shard_uses, start, positions) if order else None
         with (
             prefetch_shards(split, shard_uses, len(positions), workers, world.local_ranks) as on_step,
             closing(

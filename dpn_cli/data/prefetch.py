@@ -71,7 +71,7 @@ class PrefetchWindow:
     """The shards in use now or soon, in `budget` bytes of the cache; `lookahead` batches are being made."""
 
     def __init__(self, shards: ShardIndex, shard_uses: Iterator[ShardUse], lookahead: int, budget: int) -> None:
-        self.paths, self.needs, self.lookahead, self.budget = shards.paths, shard_uses, lookahead, budget
+        self.paths, self.iter_shard_uses, self.lookahead, self.budget = shards.paths, shard_uses, lookahead, budget
         self.next_use = next(shard_uses, None)
         self.active_uses: list[ShardUse] = []
         self.marked_at = -math.inf
@@ -88,7 +88,7 @@ class PrefetchWindow:
         while self.next_use and (self.next_use.first <= last_step or self._has_room(last_step)):
             self.active_uses.append(self.next_use)
             fetched.append(self.next_use.shard)
-            self.next_use = next(self.needs, None)
+            self.next_use = next(self.iter_shard_uses, None)
         active = {need.shard for need in self.active_uses}
         for shard in ended_shards - active:
             remote.mark_unused(self._path(shard).cached)
@@ -175,7 +175,9 @@ def check_cache(split: LabelledImages, order: ShardOrder | None, draws: int, wor
 def _peak_bytes(order: ShardOrder, sizes: Mapping[int, int], lookahead: int, world: World) -> int:
     """Return the peak of the bytes of the shards that a rank uses at the same time in an epoch."""
     changes: dict[int, int] = {}
-    for need in replace(order, steps=-(-order.images // order.batch_size)).needs(0, world.rows(order.batch_size)):
+    for need in replace(order, steps=-(-order.image_count // order.batch_size)).iter_shard_uses(
+        0, world.rows(order.batch_size)
+    ):
         start, end = max(0, need.first - lookahead), need.last
         changes[start] = changes.get(start, 0) + sizes[need.shard]
         changes[end] = changes.get(end, 0) - sizes[need.shard]

@@ -187,9 +187,9 @@ def _read_digest(info: Any) -> tuple[str, str] | None:
     return ("md5", etag) if re.fullmatch("[0-9a-f]{32}", etag) else None
 
 
-def resolve_folder(place: str) -> Path | RemotePath:
+def resolve_folder(location: str) -> Path | RemotePath:
     """Return the folder that ``--data`` names, on this machine or behind a URL."""
-    return RemotePath(place.rstrip("/")) if is_url(place) else Path(place).expanduser()
+    return RemotePath(location.rstrip("/")) if is_url(location) else Path(location).expanduser()
 
 
 def glob_files(url: str) -> list[RemotePath]:

@@ -43,7 +43,7 @@ def open_class_data(source: ImageSource, minival: float | None, *, chooses: bool
     if validation is None:
         if not source.val_fraction:
             raise DataError(
-                f"--data {source.place}: no validation images; put them next to (train/CLASS, val/CLASS), "
+                f"--data {source.location}: no validation images; put them next to (train/CLASS, val/CLASS), "
                 "name them with --val-data, or set some apart with --val-fraction 0.2"
             )
         train, val = hold_out(train, source.val_fraction)
@@ -97,7 +97,8 @@ def open_tuning_data(source: ImageSource) -> ClassData:
     missing = [split for split in ("val", "test") if split not in splits]
     if missing:
         raise DataError(
-            f"--data {source.place}: no {' and no '.join(missing)} images; a sweep chooses on val and reports test, so "
+            f"--data {source.location}: no {' and no '.join(missing)} images; a sweep chooses on val and reports "
+            "test, so "
             "it needs train/CLASS, val/CLASS and test/CLASS, or the splits train, validation and test of hf:OWNER/NAME"
         )
     (train, classes), (val, val_classes), (test, test_classes) = splits.values()

@@ -52,7 +52,7 @@ def inspect_image(split: LabelledImages, row: int) -> ImageRecord:
     """Decode an image of a split as a training does. Raises `DataError` when it is unreadable."""
     image = split.open(row)
     image_format = describe_format(image)
-    return describe_pixels(decode(image, split.where(row), split.reading.decoder), image_format)
+    return describe_pixels(decode(image, split.locate(row), split.reading.decoder), image_format)
 
 
 def describe_pixels(

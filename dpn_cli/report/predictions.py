@@ -171,7 +171,7 @@ class Predictions:
 
         Args:
             command: the command's name, for the title of the page.
-            run: the network's place.
+            run: the network's location.
             summary: parts of the page about all images.
             lines: returns the lines below the thumbnail of a result.
             across: thumbnails per row; 0 for as many as fit.
@@ -224,7 +224,7 @@ def write_gallery(file: Path, title: str, section: PageSection, gallery: Gallery
 def thumbnails(
     paths: Sequence[Path], reading: ReadOptions, workers: int | Literal["auto"]
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield the thumbnails of up to `MOST_SHOWN` image files with their places; not those of unreadable ones."""
+    """Yield the thumbnails of up to `MOST_SHOWN` image files with their indices; not those of unreadable ones."""
     first_paths = paths[:MOST_SHOWN]
     small = frozenset(range(len(first_paths)))
     with closing(

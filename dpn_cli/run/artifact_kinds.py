@@ -27,8 +27,8 @@ NAMES: dict[Kind, tuple[str, str]] = {
 }
 # How to make what a command takes from a single network.
 MAKERS: dict[Kind, str] = {
-    "segmenter": "'dpn segment ade20k' or 'dpn segment folder' with --checkpoint {place} trains one",
-    "towers": "'dpn lit train --checkpoint {place}' trains them",
+    "segmenter": "'dpn segment ade20k' or 'dpn segment folder' with --checkpoint {location} trains one",
+    "towers": "'dpn lit train --checkpoint {location}' trains them",
 }
 # What each command is for, and the kinds that it takes.
 COMMANDS: dict[str, tuple[str, tuple[Kind, ...]]] = {
@@ -66,17 +66,17 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("run.json", "config.yaml"))
 
 
-def resolve(place: str, command: str) -> str:
-    """Return what `command` opens for `place`: the weights of a run's folder, or `place` itself.
+def resolve(location: str, command: str) -> str:
+    """Return what `command` opens for `location`: the weights of a run's folder, or `location` itself.
 
     Raises `DataError` for a kind that the command does not take, naming the command that does, for an unfinished run,
     and for a missing file.
     """
     try:
-        path = Path(place).expanduser()
+        path = Path(location).expanduser()
         path.exists()
     except (OSError, RuntimeError) as error:  # the name is too long, or the home folder is unknown
-        raise DataError(f"{place}: {getattr(error, 'strerror', None) or error}") from error
+        raise DataError(f"{location}: {getattr(error, 'strerror', None) or error}") from error
     if is_run(path):
         weights = path / (read_object(path / "result.json") or {}).get("weights", WEIGHTS)
         recorded_kind = (read_object(path / "run.json") or {}).get(KEY)
@@ -88,18 +88,18 @@ def resolve(place: str, command: str) -> str:
             else None
         )
         if kind:
-            _check(place, kind, command, run=True)
+            _check(location, kind, command, run=True)
         if not weights.is_file():
-            raise DataError(f"{place}: the run has not finished training; finish it with --resume")
+            raise DataError(f"{location}: the run has not finished training; finish it with --resume")
         return str(weights)
     if (path / WEIGHTS).is_file():  # an export's folder
         path = path / WEIGHTS
     if path.is_file():
-        _check(place, kind_of(_metadata(path)), command, run=False)
+        _check(location, kind_of(_metadata(path)), command, run=False)
         return str(path)
-    if place != "none" and not path.exists() and not place.startswith(REMOTE_PREFIXES):
-        raise DataError(f"{place}: no such file or folder; name a run's folder ('dpn runs' lists them) or weights")
-    return place
+    if location != "none" and not path.exists() and not location.startswith(REMOTE_PREFIXES):
+        raise DataError(f"{location}: no such file or folder; name a run's folder ('dpn runs' lists them) or weights")
+    return location
 
 
 def digest_in_run(weights: Path) -> str | None:
@@ -119,18 +119,18 @@ def _metadata(path: Path) -> dict[str, str]:
         raise DataError(f"{path}: truncated, damaged or not a safetensors file ({error}); fetch it again") from error
 
 
-def _check(place: str, kind: Kind, command: str, *, run: bool) -> None:
+def _check(location: str, kind: Kind, command: str, *, run: bool) -> None:
     purpose, accepted_kinds = COMMANDS[command]
     if kind in accepted_kinds:
         return
-    source_text = f"{place} is {NAMES[kind][0 if run else 1]}"
+    source_text = f"{location} is {NAMES[kind][0 if run else 1]}"
     if kind == "sweep":
         raise DataError(f"{source_text}: it keeps scores and no network for '{command}'; they are in its result.json")
     if kind == "comparison":
         raise DataError(f"{source_text}: each of them has a folder below it, such as NETWORK/seed0; name one of those")
     if kind == "network":
         needed_kind = accepted_kinds[0]
-        raise DataError(f"{place} is not {NAMES[needed_kind][1]}; {MAKERS[needed_kind].format(place=place)}")
+        raise DataError(f"{location} is not {NAMES[needed_kind][1]}; {MAKERS[needed_kind].format(location=location)}")
     accepting_commands = {
         name: use for name, (use, kinds) in COMMANDS.items() if kind in kinds and name.startswith("dpn")
     }

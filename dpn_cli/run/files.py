@@ -220,5 +220,5 @@ def save_error(path: Path | str, error: Exception) -> SaveError:
     reason = getattr(error, "strerror", None) or " ".join(str(error).split())
     return SaveError(
         f"{path}: not written ({reason}); earlier files are intact. "
-        "Free some space or choose another place, then run the same command again (with --resume in a run's folder)"
+        "Free some space or choose another folder, then run the same command again (with --resume in a run's folder)"
     )

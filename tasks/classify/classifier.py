@@ -84,16 +84,18 @@ def save_classifier(classifier: Classifier, path: Path) -> str:
     return export_backbone(classifier.model, path, {artifact_kinds.KEY: KEY, KEY: json.dumps(description)})
 
 
-def load_classifier(place: str, image_size: Size | None = None, command: str = "dpn predict") -> Classifier:
+def load_classifier(location: str, image_size: Size | None = None, command: str = "dpn predict") -> Classifier:
     """Load a classifier for `command` from a run's folder, or from a checkpoint with a head.
 
     A checkpoint of another origin does not name its classes: for 1000 outputs they are ImageNet's, else numbers.
     Raises `DataError` when there is nothing to load or it is of another kind, `DpnError` when it has no head.
     """
-    place = resolve(place, command)
-    source = open_checkpoint(place)
+    location = resolve(location, command)
+    source = open_checkpoint(location)
     if "head.weight" not in source.state:
-        raise DpnError(f"{place}: the network has no head, so it has no classes; train one with 'dpn finetune highres'")
+        raise DpnError(
+            f"{location}: the network has no head, so it has no classes; train one with 'dpn finetune highres'"
+        )
     return classifier_of(source, image_size)
 
 

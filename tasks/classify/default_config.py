@@ -18,19 +18,19 @@ WORDNET_ID = re.compile(r"n\d{8}")
 IMAGENET = re.compile(r"imagenet|ilsvrc|in1k|in-1k|in21k|in-21k", re.IGNORECASE)
 
 
-def is_imagenet(place: str) -> bool:
+def is_imagenet(location: str) -> bool:
     """Return whether ``--data`` names ImageNet, or part of it, by the data set's name or the names of its classes.
 
-    The classes are checked where that costs no more than reading a folder. Others, and places that do not exist,
+    The classes are checked where that costs no more than reading a folder. Others, and locations that do not exist,
     are judged by their name.
     """
-    if place.startswith("hf:"):
-        return bool(IMAGENET.search(place))
+    if location.startswith("hf:"):
+        return bool(IMAGENET.search(location))
     try:
-        path = Path(place.removeprefix("wds:")).expanduser().absolute()
+        path = Path(location.removeprefix("wds:")).expanduser().absolute()
     except (RuntimeError, OSError):  # no such user's home, or no current folder
-        path = Path(place)
-    if is_shards(place):
+        path = Path(location)
+    if is_shards(location):
         return bool(IMAGENET.search(f"{path.parent.name}/{path.name}")) or _all_wordnet(_lines(path.parent))
     return bool(IMAGENET.search(path.name)) or _all_wordnet(
         _packed_splits(path) or _folders(path / "train") or _folders(path)

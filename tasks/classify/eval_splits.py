@@ -42,10 +42,10 @@ class ConcatImages(Images):
         number = bisect_right(self.starts, index) - 1
         return self.parts[number], index - self.starts[number]
 
-    def where(self, index: int) -> str:
+    def locate(self, index: int) -> str:
         """Return the location of an image in its split."""
         part, row = self._locate(index)
-        return part.where(row)
+        return part.locate(row)
 
     def key(self, index: int) -> str:
         """Return the name of an image in its split."""
@@ -71,9 +71,9 @@ def run_source(source: ImageSource, facts: Mapping[str, Any], network: str) -> I
     """
     data_config = _data_of_run(facts)
     own_source = data_config.get("source")
-    if source.place == "demo" and own_source in DEMOS:
-        return replace(source, place=own_source)
-    if source.place:
+    if source.location == "demo" and own_source in DEMOS:
+        return replace(source, location=own_source)
+    if source.location:
         return source
     if own_source is None:
         raise DpnError(
@@ -84,7 +84,7 @@ def run_source(source: ImageSource, facts: Mapping[str, Any], network: str) -> I
         raise DataError(f"{network}: it was trained on {own_source}, which is not here; name the images with --data")
     return replace(
         source,
-        place=own_source,
+        location=own_source,
         image_column=source.image_column or data_config.get("image_column"),
         label_column=source.label_column or data_config.get("label_column"),
     )
@@ -122,7 +122,7 @@ def _data_of_run(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _same_place(source: ImageSource, facts: Mapping[str, Any]) -> bool:
-    sources = source.place, _data_of_run(facts).get("source") or ""
+    sources = source.location, _data_of_run(facts).get("source") or ""
     return sources[0] == sources[1] or len(set(map(real_path, sources))) == 1
 
 
@@ -132,7 +132,7 @@ def _own_data(source: ImageSource, split: Split, facts: Mapping[str, Any]) -> Cl
     if not data_config or (split == "val" and has_split(source, "val") and not data_config.get("val_source")):
         return None  # its own validation split needs no rule, and counting all training images takes time
     run_data = ImageSource(
-        source.place,
+        source.location,
         data_config.get("val_source"),
         data_config.get("val_fraction"),
         source.image_column or data_config.get("image_column"),

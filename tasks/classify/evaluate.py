@@ -46,7 +46,7 @@ def evaluate(options: EvalOptions, console: Console) -> dict[str, Any] | None:
         split, names, part = open_part(source, options.split, classifier.facts)
         columns = match_classes(classifier.classes, names)
         console.info(
-            ("" if source.place == options.source else f"{source.place}: ")
+            ("" if source.location == options.source else f"{source.location}: ")
             + f"{len(split.labels)} images of {len(names)} classes"
             + (f", {part}" if part else "")
             + _columns_note(classifier, columns)
@@ -60,7 +60,7 @@ def evaluate(options: EvalOptions, console: Console) -> dict[str, Any] | None:
             scores = _score(
                 classifier, split, columns, options, world, keep_predictions=predictions, on_progress=on_progress
             )
-        result = _result(options, source.place, classifier, names, scores, split, part, overlap)
+        result = _result(options, source.location, classifier, names, scores, split, part, overlap)
         if real:
             labels = [real[prediction.row] for prediction in scores.predictions]
             result["real"] = real_accuracy([prediction.predicted for prediction in scores.predictions], labels)
@@ -127,7 +127,7 @@ def _score(
 
 def _result(
     options: EvalOptions,
-    place: str,
+    location: str,
     classifier: Classifier,
     names: Sequence[str],
     scores: Scores,
@@ -138,7 +138,7 @@ def _result(
     return {
         "task": "eval",
         "network": options.network,
-        "data": place,
+        "data": location,
         "split": options.split or "val",
         "part": part,
         "trained_on": overlap.to_dict() if overlap else None,
@@ -170,9 +170,9 @@ def read_real(path: Path, split: LabelledImages) -> list[list[int]]:
         raise DataError(f"--real {path}: not the ReaL file, a JSON list with a list of labels per image")
     chosen = []
     for index in range(len(split.labels)):
-        number = re.search(r"ILSVRC2012_val_(\d{8})", split.where(index))
+        number = re.search(r"ILSVRC2012_val_(\d{8})", split.locate(index))
         if not number or not 1 <= int(number[1]) <= len(labels):
-            raise DataError(f"--real: {split.where(index)} is not named ILSVRC2012_val_NUMBER")
+            raise DataError(f"--real: {split.locate(index)} is not named ILSVRC2012_val_NUMBER")
         chosen.append(labels[int(number[1]) - 1])
     return chosen
 

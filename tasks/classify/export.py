@@ -44,12 +44,12 @@ class _Deployed(nn.Module):
         return logits
 
 
-def export(place: str, folder: Path, kind: Kind) -> dict[str, Any]:
+def export(location: str, folder: Path, kind: Kind) -> dict[str, Any]:
     """Write a classifier as `kind` with a model card into `folder`; return paths, digest and error.
 
     Raises `DpnError` when the written network gives other outputs (it is not kept then) or a library is missing.
     """
-    classifier = load_classifier(place, command="dpn export")
+    classifier = load_classifier(location, command="dpn export")
     classifier.model.eval()
     deployed = _Deployed(classifier).eval()
     size = classifier.model.config.image_size

@@ -51,7 +51,7 @@ def fewshot(options: ProbeOptions, console: Console) -> dict[str, Any]:
         splits, source = open_splits(options), _source_of(options)
         return {
             "task": "fewshot",
-            "data": source.place,
+            "data": source.location,
             "decoder": source.reading.versions(),
             **network.facts(splits.test, world, console),
             **_accuracies(network.model.to(world.device), splits, options, world.device, console, network.transform),
@@ -62,21 +62,21 @@ def fewshot(options: ProbeOptions, console: Console) -> dict[str, Any]:
 class ProbedNetwork:
     """A network to probe; `whole` prepares images without a crop for a classifier that was trained so."""
 
-    place: str
+    location: str
     model: Backbone
     trained_on: Any
     transform: Transform | None
 
     @classmethod
-    def load(cls, place: str, options: ProbeOptions) -> ProbedNetwork:
+    def load(cls, location: str, options: ProbeOptions) -> ProbedNetwork:
         """Load weights of any format at the options' image size. Raises as `load_backbone` does."""
-        path = resolve(place, "dpn eval fewshot")
+        path = resolve(location, "dpn eval fewshot")
         checkpoint = None if path == "none" else open_checkpoint(path)
         model = load_backbone(stem=None, checkpoint=checkpoint, image_size=options.image_size).eval()
         transform = (
             partial(resize, size=model.config.image_size) if checkpoint and takes_whole_images(checkpoint) else None
         )
-        return cls(place, model, facts_of(checkpoint).get("trained_on") if checkpoint else None, transform)
+        return cls(location, model, facts_of(checkpoint).get("trained_on") if checkpoint else None, transform)
 
     def facts(self, test: LabelledImages, world: World, console: Console) -> dict[str, Any]:
         """Return the network's facts for a result; warn of test images that it was trained on."""
@@ -86,7 +86,7 @@ class ProbedNetwork:
         if self.transform:
             console.info("images are resized whole, as this classifier was trained on them")
         return {
-            "network": self.place,
+            "network": self.location,
             "arch": self.model.config.arch,
             "stem": self.model.config.stem,
             "image_size": list(self.model.config.image_size),
@@ -141,7 +141,9 @@ def check_probe_data(options: ProbeOptions) -> None:
     """Raise `DataError` where the images of the probe at the end of a training are missing or too few."""
     source = _source_of(options)
     if not has_split(source, "val"):
-        raise DataError(NO_TEST.format(f"--fewshot-data {source.place}", "put them next to (train/CLASS, val/CLASS)"))
+        raise DataError(
+            NO_TEST.format(f"--fewshot-data {source.location}", "put them next to (train/CLASS, val/CLASS)")
+        )
     open_splits(options, f"--fewshot-data {options.source}: shots")
 
 
@@ -225,7 +227,7 @@ def open_splits(options: ProbeOptions, option: str = "--shots") -> Splits:
     elif source.val_fraction:
         train, test = hold_out(train, source.val_fraction)
     else:
-        raise DataError(NO_TEST.format(f"--data {source.place}", "add --val-data or --val-fraction 0.5"))
+        raise DataError(NO_TEST.format(f"--data {source.location}", "add --val-data or --val-fraction 0.5"))
     if len(train.labels) > options.pool:
         train = ImageSubset(train, sorted(hash_order(train)[: options.pool]))
     check_shots(option, train.labels, names, max(options.shots))

@@ -69,7 +69,7 @@ def write_predictions(
         for path in (folder / MISTAKES).glob("*.jpg"):
             path.unlink()
     rows: list[list[Cell]] = [
-        [row, split.where(row), names[label], names[predicted], f"{confidence:.6f}"]
+        [row, split.locate(row), names[label], names[predicted], f"{confidence:.6f}"]
         for row, label, predicted, confidence in predictions
     ]
     replace_text(folder / PREDICTIONS, as_csv([COLUMNS, *rows]))

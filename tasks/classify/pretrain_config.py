@@ -190,10 +190,10 @@ def resolve(
     return merge(plain, {"data": data})
 
 
-def _part_of(place: str, name: str) -> str:
+def _part_of(location: str, name: str) -> str:
     """Return the folder of the data set `name` inside a folder of several, as torchvision unpacks it."""
-    folders = (Path(place) / folder for folder in UNPACKED.get(name, ()))
-    return next((str(folder) for folder in folders if folder.is_dir()), place)
+    folders = (Path(location) / folder for folder in UNPACKED.get(name, ()))
+    return next((str(folder) for folder in folders if folder.is_dir()), location)
 
 
 def _describe_data_location(name: str) -> str:

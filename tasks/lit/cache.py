@@ -137,7 +137,7 @@ def _encode_missing(
         raise DataError(f"{problem_of(data, 0)}; no other one is readable either, so nothing is left to work with")
     if unreadable and not encoder.skip_bad:
         raise DataError(
-            f"{data.where(unreadable[0])}: not a readable image, as are {len(unreadable) - 1} others; fetch them "
+            f"{data.locate(unreadable[0])}: not a readable image, as are {len(unreadable) - 1} others; fetch them "
             "again, or leave them out and count them with --skip-bad-images"
         )
     return Features([np.load(shard.file, mmap_mode="r") for shard in shards], unreadable)
@@ -149,7 +149,7 @@ def problem_of(data: CaptionedImages, row: int) -> DataError:
         data.pixels(row)
     except DataError as error:
         return error
-    return DataError(f"{data.where(row)}: not a readable image when it was encoded")
+    return DataError(f"{data.locate(row)}: not a readable image when it was encoded")
 
 
 def _check_folder(
@@ -212,7 +212,7 @@ def _spot_check(
 ) -> tuple[str | None, str | None]:
     """Read and encode a few images of the finished shards again.
 
-    Returns what is wrong with the stored features, and the place of an image that was replaced although its stamp is
+    Returns what is wrong with the stored features, and the location of an image that was replaced although its stamp is
     the same; None where nothing is.
     """
     replaced = None
@@ -229,12 +229,12 @@ def _spot_check(
         except DataError:  # an image that is missing now was encoded
             continue
         if content != saved["contents"][position]:
-            replaced = data.where(row) if data.stamps[row] == saved["stamps"][position] else replaced
+            replaced = data.locate(row) if data.stamps[row] == saved["stamps"][position] else replaced
             continue
         saved_features = torch.from_numpy(np.load(shard.file, mmap_mode="r")[position].astype(np.float32))
         current = encoder.encode_views(resize(pixels, encoder.read_size)[None], [row])[0]
         if not (saved_features * current).sum(-1).min() > SPOT_COSINE:
-            return f"{data.where(row)} gives other features now", replaced
+            return f"{data.locate(row)} gives other features now", replaced
     return None, replaced
 
 

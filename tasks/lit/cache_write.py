@@ -166,9 +166,9 @@ class _Reader(Images):
         """The shard of each image."""
         return self.data.shards
 
-    def where(self, index: int) -> str:
-        """Name an image's place."""
-        return self.data.where(index)
+    def locate(self, index: int) -> str:
+        """Name an image's location."""
+        return self.data.locate(index)
 
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet."""
@@ -176,9 +176,9 @@ class _Reader(Images):
 
     def pixels(self, index: int) -> Pixels:
         """Return the row of an image."""
-        image, where = self.open(index), self.where(index)
-        digest = _digest(read_image_bytes(image, where, partial(self.data.content, index)))
-        pixels = decode(image, where, self.data.reading.decoder)
+        image, location = self.open(index), self.locate(index)
+        digest = _digest(read_image_bytes(image, location, partial(self.data.content, index)))
+        pixels = decode(image, location, self.data.reading.decoder)
         return np.concatenate([resize(pixels, self.size).numpy().ravel(), np.frombuffer(digest, np.uint8)])
 
     def row(self, pixels: Pixels) -> Tensor:

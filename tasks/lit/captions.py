@@ -78,9 +78,9 @@ class Subset(CaptionedImages):
         """Return an image's name inside the data set."""
         return self.whole.key(self.rows[index])
 
-    def where(self, index: int) -> str:
-        """Name an image's place."""
-        return self.whole.where(self.rows[index])
+    def locate(self, index: int) -> str:
+        """Name an image's location."""
+        return self.whole.locate(self.rows[index])
 
     def content(self, index: int) -> bytes:
         """Return an image's stored bytes."""
@@ -126,13 +126,13 @@ class CaptionedFiles(CaptionedImages):
         self.stamps: PackedStrings = PackedStrings()
         self.captions: Captions = Captions()
 
-    def add(self, name: str, raw: Iterable[object], place: str) -> None:
+    def add(self, name: str, raw: Iterable[object], location: str) -> None:
         """Add an image. One that is missing or has no text is left out or an error."""
-        path = inside(self.root, name, place)
-        captions = sentences(raw, f"{place}: {name}", self.skip_bad)
+        path = inside(self.root, name, location)
+        captions = sentences(raw, f"{location}: {name}", self.skip_bad)
         status = _status(path)
         if status is None and not self.skip_bad:
-            report_error(_missing(path, place))
+            report_error(_missing(path, location))
         if not captions or status is None:
             self.dropped += 1
             return
@@ -149,23 +149,23 @@ class CaptionedFiles(CaptionedImages):
         """Return an image's file."""
         return self.root / self.keys[index]
 
-    def where(self, index: int) -> str:
+    def locate(self, index: int) -> str:
         """Name an image's file."""
         return str(self.path(index))
 
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet."""
-        return open_image(self.path(index), self.where(index), self.reading, self.sizes[index])
+        return open_image(self.path(index), self.locate(index), self.reading, self.sizes[index])
 
 
-def _missing(path: Path, place: str) -> ImageError:
-    """Describe an image that `place` names and that is not there, or what there is instead of a file."""
+def _missing(path: Path, location: str) -> ImageError:
+    """Describe an image that `location` names and that is not there, or what there is instead of a file."""
     if os.path.lexists(path):
         try:
             open_image(path, str(path)).close()
         except ImageError as error:
             return error
-    return ImageError(f"{place}: {path}: no such image; name their folder with --images")
+    return ImageError(f"{location}: {path}: no such image; name their folder with --images")
 
 
 def stamp_of(status: os.stat_result | None) -> str:
@@ -188,14 +188,14 @@ def _status(path: Path) -> os.stat_result | None:
     return status if stat.S_ISREG(status.st_mode) else None
 
 
-def sentences(raw: Iterable[object], where: str, skip_bad: bool) -> tuple[str, ...]:
+def sentences(raw: Iterable[object], location: str, skip_bad: bool) -> tuple[str, ...]:
     """Return the sentences that are not empty. None, or half a character in one, is an error unless `skip_bad`."""
     captions = tuple(text.strip() for text in raw if isinstance(text, str) and text.strip())
     if halved := next((text for text in captions if _LONE_SURROGATE.search(text)), None):
         if not skip_bad:
             report_error(
                 DataError(
-                    f"{where}: {halved[:60]!r} holds half a character (a surrogate), as texts do that were cut in "
+                    f"{location}: {halved[:60]!r} holds half a character (a surrogate), as texts do that were cut in "
                     "UTF-16; mend it, or leave such texts out with --skip-bad-images"
                 )
             )
@@ -203,7 +203,7 @@ def sentences(raw: Iterable[object], where: str, skip_bad: bool) -> tuple[str, .
         captions = tuple(text for text in captions if not _LONE_SURROGATE.search(text))
     if not captions and not skip_bad:
         report_error(
-            DataError(f"{where}: a pair without text; write one, or leave such pairs out with --skip-bad-images")
+            DataError(f"{location}: a pair without text; write one, or leave such pairs out with --skip-bad-images")
         )
     return captions
 
@@ -225,17 +225,17 @@ class ShardCaptions(ShardImages, CaptionedImages):
 
     def take(self, path: Shard, member: ShardMember) -> bool:
         """Note an image's sentences."""
-        where = f"{path}: {member.name}"
+        location = f"{path}: {member.name}"
         try:
             described = json.loads(member.sidecars.get("json", b"{}")) if "txt" not in member.sidecars else {}
             text = member.sidecars.get("txt", b"").decode("utf-8-sig")
         except (ValueError, RecursionError) as error:
-            report_error(DataError(f"{where}: its .txt or .json cannot be read ({error})"))
+            report_error(DataError(f"{location}: its .txt or .json cannot be read ({error})"))
             self.dropped += 1
             return False
         fields = described if isinstance(described, dict) else {}
         caption = text or next(filter(None, map(fields.get, CAPTION_COLUMNS)), "")
-        captions = sentences(caption if isinstance(caption, list) else [caption], where, self.skip_bad)
+        captions = sentences(caption if isinstance(caption, list) else [caption], location, self.skip_bad)
         self.dropped += not captions
         self.captions += [captions] if captions else []
         return bool(captions)
@@ -254,7 +254,7 @@ class HubCaptions(HubImages, CaptionedImages):
         self.kept_rows: Sequence[int] = range(len(texts))
         captions: list[tuple[str, ...]] = []
         for row, text in enumerate(texts):
-            sentence_list = sentences([text] if isinstance(text, str) else text or (), self.where(row), skip_bad)
+            sentence_list = sentences([text] if isinstance(text, str) else text or (), self.locate(row), skip_bad)
             if sentence_list:
                 kept_rows.append(row)
                 captions.append(sentence_list)
@@ -269,9 +269,9 @@ class HubCaptions(HubImages, CaptionedImages):
         """Return the row's number."""
         return str(self.kept_rows[index])
 
-    def where(self, index: int) -> str:
+    def locate(self, index: int) -> str:
         """Name the data set and the row."""
-        return f"{self.place}, row {self.kept_rows[index]}"
+        return f"{self.location}, row {self.kept_rows[index]}"
 
 
 class SceneCaptions(SceneSplit, CaptionedImages):

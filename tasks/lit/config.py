@@ -54,7 +54,7 @@ CACHE_DIR = flag("--cache-dir", help="Folder of all caches.", panel=DATA, unset=
 
 
 class CaptionData(ImageReading):
-    """The place of the captioned images; `images` is the folder that their names are relative to."""
+    """The location of the captioned images; `images` is the folder that their names are relative to."""
 
     source: Annotated[
         DataPlace | None,

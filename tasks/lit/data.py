@@ -32,12 +32,12 @@ DEMO_SPLITS = {"train": (0, 8000), "val": (900_000, 901_000), "test": (900_000, 
 class CaptionSource:
     """Location of captioned images, by ``--data`` and related options.
 
-    `place` is a .csv, .tsv or .json file, a folder, ``hf:NAME[:CONFIGURATION]``, ``wds:PATTERN``, the URL of
+    `location` is a .csv, .tsv or .json file, a folder, ``hf:NAME[:CONFIGURATION]``, ``wds:PATTERN``, the URL of
     shards, or ``demo``.
     """
 
-    place: str
-    val_place: str | None = None
+    location: str
+    val_location: str | None = None
     val_fraction: float | None = None
     images: str | None = None
     image_column: str | None = None
@@ -48,7 +48,7 @@ class CaptionSource:
 
 def open_pairs(source: CaptionSource) -> tuple[CaptionedImages, CaptionedImages]:
     """Return the images to train on, and the ones to score retrieval on: the data set's own, or held out."""
-    if source.val_place or has_split(source, "val"):
+    if source.val_location or has_split(source, "val"):
         return open_split(source, "train"), open_split(source, "val")
     full_split = open_split(source, "train")
     count = len(full_split.captions)
@@ -56,7 +56,7 @@ def open_pairs(source: CaptionSource) -> tuple[CaptionedImages, CaptionedImages]
     held_out = min(share, HELD_OUT_MOST) if source.val_fraction is None else round(count * source.val_fraction)
     if not 0 < held_out < count:
         raise DataError(
-            f"--data {source.place}: {count} images are too few to hold some out; name others with --val-data"
+            f"--data {source.location}: {count} images are too few to hold some out; name others with --val-data"
         )
     order = hash_order(full_split)
     train = Subset(full_split, np.sort(order[:-held_out]))
@@ -66,12 +66,12 @@ def open_pairs(source: CaptionSource) -> tuple[CaptionedImages, CaptionedImages]
 
 def has_split(source: CaptionSource, split: str) -> bool:
     """Return whether a data set itself says which pairs are ``train``, ``val`` or ``test``, and has such pairs."""
-    place = source.place
-    if place == "demo":
+    location = source.location
+    if location == "demo":
         return True
-    if is_hub(place):
-        return _hub_split(place, split) is not None
-    return place.endswith(".json") and not splits_in(Path(place).expanduser()).isdisjoint(KARPATHY[split])
+    if is_hub(location):
+        return _hub_split(location, split) is not None
+    return location.endswith(".json") and not splits_in(Path(location).expanduser()).isdisjoint(KARPATHY[split])
 
 
 def open_split(source: CaptionSource, split: str) -> CaptionedImages:
@@ -82,22 +82,22 @@ def open_split(source: CaptionSource, split: str) -> CaptionedImages:
 
 
 def _open(source: CaptionSource, split: str) -> CaptionedImages:
-    place = source.val_place if source.val_place and split != "train" else source.place
-    if place == "demo":
+    location = source.val_location if source.val_location and split != "train" else source.location
+    if location == "demo":
         return SceneCaptions(*DEMO_SPLITS[split])
-    if is_shards(place):
-        return ShardCaptions(place.removeprefix("wds:"), source.skip_bad)
-    if is_hub(place):
-        name, config = parse_hub_source(place)
-        split_name = _hub_split(place, split) or split
+    if is_shards(location):
+        return ShardCaptions(location.removeprefix("wds:"), source.skip_bad)
+    if is_hub(location):
+        name, config = parse_hub_source(location)
+        split_name = _hub_split(location, split) or split
         return HubCaptions(name, config, split_name, source.image_column, source.caption_column, source.skip_bad)
-    path = Path(place).expanduser()
+    path = Path(location).expanduser()
     root = Path(source.images).expanduser() if source.images else path if path.is_dir() else path.parent
     if path.is_dir():
         return read_folder(path, source.image_column, source.caption_column, source.skip_bad)
     if not path.is_file():
         raise DataError(
-            f"--data {place}: no such file or folder; pass a .csv or .tsv with file and caption, COCO's captions "
+            f"--data {location}: no such file or folder; pass a .csv or .tsv with file and caption, COCO's captions "
             ".json, a folder of images with .txt next to them, wds:PATTERN, hf:OWNER/NAME, or demo"
         )
     if path.suffix == ".json":
@@ -105,8 +105,8 @@ def _open(source: CaptionSource, split: str) -> CaptionedImages:
     return read_table(path, root, source.image_column, source.caption_column, source.skip_bad)
 
 
-def _hub_split(place: str, split: str) -> str | None:
-    splits = load_hub(*parse_hub_source(place), True)
+def _hub_split(location: str, split: str) -> str | None:
+    splits = load_hub(*parse_hub_source(location), True)
     return next((name for name in HUB[split] if name in splits), None)
 
 

@@ -29,7 +29,7 @@ def check_data(config: LitConfig, findings: DataFindings, ranks: int) -> dict[st
     inspections = []
     for name, split in zip(("train", "val"), pairs, strict=True):
         inspect = partial(inspect_image, split)
-        inspections.append(findings.inspect_images(name, split.where, inspect, len(split.captions)))
+        inspections.append(findings.inspect_images(name, split.locate, inspect, len(split.captions)))
         findings.splits[name]["captions"] = _count_captions(name, split, findings)
     findings.add_duplicates(*inspections)
     check_batch(findings, len(pairs[0].captions), config.batch_size, ranks, config.runtime.workers)

@@ -24,7 +24,7 @@ def open_part(source: CaptionSource, split: str | None, facts: Mapping[str, Any]
     split_name = split or "val"
     if split_name == "all":
         if has_split(source, "val") or has_split(source, "test"):
-            raise DataError(f"--split all: {source.place} has splits of its own; choose train, val or test")
+            raise DataError(f"--split all: {source.location} has splits of its own; choose train, val or test")
         return open_split(source, "train"), None
     held_out_pairs = _own_pairs(source, split_name, facts) if split_name in OWN else None
     if held_out_pairs is not None:
@@ -39,7 +39,7 @@ def _own_pairs(source: CaptionSource, split: str, facts: Mapping[str, Any]) -> d
         return None
     original = replace(
         source,
-        val_place=data_config.get("val_source"),
+        val_location=data_config.get("val_source"),
         val_fraction=data_config.get("val_fraction"),
         images=source.images or data_config.get("images"),
         image_column=source.image_column or data_config.get("image_column"),

@@ -17,12 +17,12 @@ from tasks.lit.towers import WEIGHTS, Towers, describe_towers, load_towers, save
 Json = dict[str, Any]
 
 
-def export(place: str, folder: Path) -> Json:
+def export(location: str, folder: Path) -> Json:
     """Write towers and tokenizer as ``weights.safetensors`` and ``config.json``, load them again and compare.
 
     Raises `DpnError` when what was loaded gives other features.
     """
-    towers = load_towers(place, "dpn lit export").to(torch.device("cpu"))
+    towers = load_towers(location, "dpn lit export").to(torch.device("cpu"))
     size = towers.image.config.image_size
     images = torch.randint(256, (PROOF_IMAGES, 3, *size), generator=torch.Generator().manual_seed(PROOF_SEED))
     digest = save_towers(towers, folder / WEIGHTS)

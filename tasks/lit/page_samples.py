@@ -26,7 +26,7 @@ PAIRS, TEXTS, NEAREST = 12, 6, 6
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Return up to `most` places below `count`, evenly spread from the first to the last."""
+    """Return up to `most` positions below `count`, evenly spread from the first to the last."""
     return sorted({int(index) for index in np.linspace(0, count - 1, min(most, count))})
 
 
@@ -55,14 +55,14 @@ def save_pairs(
         nearest = [
             {
                 "row": good[position],
-                "image": data.where(good[position]),
+                "image": data.locate(good[position]),
                 "cosine": cosine,
                 "right": position == positions[row_index],
             }
             for position, cosine in zip(neighbours, values, strict=True)
         ]
         queries.append({"text": captions[row_index], "nearest": nearest})
-    images_shown = [{"row": good[position], "image": data.where(good[position])} for position in positions]
+    images_shown = [{"row": good[position], "image": data.locate(good[position])} for position in positions]
     pairs = {"images": images_shown, "captions": captions, "similarity": similarity.tolist()}
     _write(folder, "captions", data, {"pairs": pairs, "queries": queries})
 
@@ -99,7 +99,7 @@ def save_prompts(
         images = [
             {
                 "row": row,
-                "image": split.where(row),
+                "image": split.locate(row),
                 "cosine": -value,
                 "right": labels[row] == column,
                 "is": names[labels[row]],

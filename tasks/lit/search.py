@@ -51,7 +51,7 @@ def search(options: SearchOptions, console: Console) -> Predictions | None:
         cosine = (features.to(world.device) @ sentence.T)[:, 0]
         best = cosine.topk(min(options.top, len(readable)))
         predictions.results += [
-            {"image": files.where(readable[row]), "cosine": value}
+            {"image": files.locate(readable[row]), "cosine": value}
             for row, value in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ]
         if options.html:
@@ -68,7 +68,7 @@ def _write_found(
     thumbnails_by_position: Sequence[tuple[int, bytes]],
     count: int,
 ) -> None:
-    """Write the page of a search among `count` images; thumbnails come with their places in the results."""
+    """Write the page of a search among `count` images; thumbnails come with their positions in the results."""
     nearest = predictions.results
     facts: list[tuple[str, Cell]] = [("query", options.query), ("network", options.run)]
     facts += [("folder", str(options.images)), ("images in it", count)]

@@ -105,30 +105,30 @@ def save_towers(towers: Towers, path: Path) -> str:
     return write_weights(path, tensors, {artifact_kinds.KEY: "towers", KEY: json.dumps(describe_towers(towers))})
 
 
-def load_towers(place: str, command: str = "dpn lit eval") -> Towers:
+def load_towers(location: str, command: str = "dpn lit eval") -> Towers:
     """Load a run's folder, an export's, or the file in one of them, for `command`. Raises `DataError` for others."""
-    path = Path(resolve(place, command)).expanduser()
+    path = Path(resolve(location, command)).expanduser()
     if path.is_dir():
-        raise DataError(f"{place}: not the folder of a LiT run")
+        raise DataError(f"{location}: not the folder of a LiT run")
     try:
         tensors, metadata = read_weights(path)
         description = json.loads(metadata[KEY])
         if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
             raise ValueError("weights that are NaN or infinite")
     except DataError as error:
-        raise DataError(f"{place}: {error}") from error
+        raise DataError(f"{location}: {error}") from error
     except (OSError, SafetensorError, ValueError) as error:
-        raise DataError(f"{place}: not a file of two LiT towers ({' '.join(str(error).split())[:120]})") from error
+        raise DataError(f"{location}: not a file of two LiT towers ({' '.join(str(error).split())[:120]})") from error
     try:
         return _build(description, tensors, str(path))
     except (KeyError, RuntimeError, TypeError) as error:
-        raise DataError(f"{place}: its towers are damaged ({' '.join(str(error).split())[:120]})") from error
+        raise DataError(f"{location}: its towers are damaged ({' '.join(str(error).split())[:120]})") from error
 
 
-def _build(description: dict[str, Any], tensors: dict[str, Tensor], place: str) -> Towers:
+def _build(description: dict[str, Any], tensors: dict[str, Tensor], location: str) -> Towers:
     image, text, tokenizer_description = description["image"], description["text"], description["tokenizer"]
     source = ours.read(Contents(_under("image.", tensors), {ours.KEY: image[ours.KEY]}))
-    source.source = place
+    source.source = location
     model = tensors.get("tokenizer.model")
     tokenizer = Tokenizer(
         tokenizer_description["context"],
@@ -138,7 +138,8 @@ def _build(description: dict[str, Any], tensors: dict[str, Tensor], place: str) 
     )
     if tokenizer.digest != tokenizer_description["digest"]:
         raise DataError(
-            f"{place}: trained with another version of {tokenizer_description['name']} than the one that is installed"
+            f"{location}: trained with another version of {tokenizer_description['name']} than the one that is "
+            "installed"
         )
     tower = TextTower(
         Size(**text["size"]),

@@ -71,14 +71,14 @@ def save_segmenter(segmenter: Segmenter, path: Path) -> str:
     return export_backbone(segmenter.network.vit, path, {artifact_kinds.KEY: KEY, KEY: json.dumps(description)})
 
 
-def load_segmenter(place: str, command: str = "dpn segment predict") -> Segmenter:
+def load_segmenter(location: str, command: str = "dpn segment predict") -> Segmenter:
     """Load a segmenter for `command` from a run's folder or its weights.safetensors.
 
     Raises `DataError` when the run has not finished, or the file is of another kind.
     """
-    path = Path(resolve(place, command))
+    path = Path(resolve(location, command))
     if not path.is_file():
-        raise DataError(f"{place}: no such run; pass the folder of a 'dpn segment' run, or its {WEIGHTS}")
+        raise DataError(f"{location}: no such run; pass the folder of a 'dpn segment' run, or its {WEIGHTS}")
     source = open_checkpoint(str(path))
     description = json.loads(source.about[KEY])
     vit = load_with_head(source, None)

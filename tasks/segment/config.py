@@ -59,7 +59,7 @@ class SegmentNetwork(BackboneConfig):
 
 
 class MaskData(ImageReading):
-    """The places of images and masks, and the class of each number in a mask."""
+    """The locations of images and masks, and the class of each number in a mask."""
 
     dataset: Literal["ade20k", "folder"] = "folder"
     source: Annotated[

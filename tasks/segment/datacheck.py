@@ -34,7 +34,7 @@ def check_data(config: SegmentConfig, findings: DataFindings, ranks: int) -> dic
         if pairs is None:
             continue
         count, pairs = len(pairs), take(pairs, data.fraction) if name == "train" else pairs
-        inspection = findings.inspect_images(name, pairs.where, partial(inspect_pair, pairs, rule), len(pairs))
+        inspection = findings.inspect_images(name, pairs.locate, partial(inspect_pair, pairs, rule), len(pairs))
         _describe_labels(inspection, classes, rule, findings)
         inspections.append(inspection)
         fingerprints[name] = fingerprint(pairs)
@@ -57,7 +57,7 @@ def inspect_pair(pairs: Pairs, rule: LabelRule, row: int) -> ImageRecord:
     """
     image = pairs.open(row)
     image_format = describe_format(image)
-    pixels = decode(image, pairs.where(row), pairs.reading.decoder)
+    pixels = decode(image, pairs.locate(row), pairs.reading.decoder)
     try:
         mask = pairs.load_mask(row, (pixels.shape[0], pixels.shape[1]))
     except DataError as error:
@@ -65,7 +65,7 @@ def inspect_pair(pairs: Pairs, rule: LabelRule, row: int) -> ImageRecord:
     counts = np.bincount(mask.ravel())
     values = np.flatnonzero(counts).tolist()
     if rule.unknown(values):
-        return describe_pixels(pixels, image_format, problems=[rule.explain(values, pairs.where_mask(row))])
+        return describe_pixels(pixels, image_format, problems=[rule.explain(values, pairs.locate_mask(row))])
     by_label: dict[int, int] = {}
     for value in values:
         label = int(rule.table[value])

@@ -125,7 +125,7 @@ class _Sized(Dataset[Item]):
         row = self.rows[index]
         try:
             pixels, raw = self.pairs.load(row)
-            labels = self.rule.labels(raw, self.pairs.where_mask(row))
+            labels = self.rule.labels(raw, self.pairs.locate_mask(row))
         except DataError as error:
             return error  # raised in a worker, it would come back wrapped in the worker's traceback
         full = pixels.shape[0], pixels.shape[1]

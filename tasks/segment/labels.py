@@ -61,7 +61,7 @@ class LabelRule:
         ignored = "" if self.ignore is None else f", {self.ignore} ignored"
         return f"{self.offset}…{self.offset + self.classes - 1} for the {self.classes} classes{ignored}"
 
-    def labels(self, raw: RawMask, where: str) -> Labels:
+    def labels(self, raw: RawMask, location: str) -> Labels:
         """Map raw values (h, w) to labels. Raises `DataError` naming values that stand for no class."""
         if raw.dtype == np.uint8:  # NumPy would make eight bytes of each value first
             values = bytearray(raw).translate(self.table[: 2**8].tobytes())
@@ -69,7 +69,7 @@ class LabelRule:
         else:
             labels = self.table.take(raw)
         if (labels == _UNKNOWN).any():
-            raise DataError(self.explain(np.unique(raw).tolist(), where))
+            raise DataError(self.explain(np.unique(raw).tolist(), location))
         return labels
 
     def unknown(self, values: Sequence[int]) -> list[int]:
@@ -81,11 +81,11 @@ class LabelRule:
         bits = np.uint8 if self.offset + self.classes <= 256 else np.uint16
         return (labels.astype(np.uint16) + self.offset).astype(bits)  # type: ignore[return-value]  # one of the two
 
-    def explain(self, values: Sequence[int], where: str) -> str:
+    def explain(self, values: Sequence[int], location: str) -> str:
         """Describe the raw values of a mask that are no class, and guess their convention."""
         unknown = self.unknown(values)
         listed_values = ", ".join(map(str, unknown[:5])) + (", …" if len(unknown) > 5 else "")
-        return f"{where}: the mask holds {listed_values}; allowed are {self}. {self._guess(values)}"
+        return f"{location}: the mask holds {listed_values}; allowed are {self}. {self._guess(values)}"
 
     def _guess(self, values: Sequence[int]) -> str:
         known_formats = {
@@ -105,7 +105,7 @@ class LabelRule:
         return "It looks like masks of another data set, or grey images of coloured masks"
 
 
-def read_mask(image: Image.Image, where: str) -> RawMask:
+def read_mask(image: Image.Image, location: str) -> RawMask:
     """Decode an opened mask to its raw values (h, w).
 
     Raises `DataError` for an image in colours, for values beyond 16 bits, and for damaged data.
@@ -113,16 +113,16 @@ def read_mask(image: Image.Image, where: str) -> RawMask:
     with image:
         if image.mode not in _MODES:
             raise DataError(
-                f"{where}: an image in colours ({image.mode}), where a mask has one class number per pixel. It looks "
-                "like a coloured rendering, or the full ADE20K release, whose masks are coded in colours; "
+                f"{location}: an image in colours ({image.mode}), where a mask has one class number per pixel. It "
+                "looks like a coloured rendering, or the full ADE20K release, whose masks are coded in colours; "
                 "ADEChallengeData2016 has the class numbers"
             )
         try:
             raw = np.asarray(image)
         except DECODE_ERRORS as error:
-            raise unreadable_error(where, error) from error
+            raise unreadable_error(location, error) from error
     if raw.dtype in (np.uint8, np.uint16):
         return raw
     if raw.min() < 0 or raw.max() >= 2**16:
-        raise DataError(f"{where}: the mask holds {raw.min()} to {raw.max()}, which are not class numbers")
+        raise DataError(f"{location}: the mask holds {raw.min()} to {raw.max()}, which are not class numbers")
     return raw.astype(np.uint16)

@@ -1,4 +1,4 @@
-"""Training batches of image crops with their labels, made by worker processes: a function of seed, step and place."""
+"""Training batches of image crops with labels, made by workers: a function of seed, step and position."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Examples(Dataset[Example]):
         step, position, row = item
         try:
             pixels, raw = self.pairs.load(row)
-            labels = self.rule.labels(raw, self.pairs.where_mask(row))
+            labels = self.rule.labels(raw, self.pairs.locate_mask(row))
         except DataError as error:
             return error  # raised in a worker process it would come back wrapped in that process's traceback
         draw = np.random.default_rng(fold(self.seed, step, position)).random

@@ -23,7 +23,7 @@ class SegmentEvalOptions(EvaluationOptions):
         DataPlace | None,
         flag(
             "--data",
-            help="Data set in another place than the run's, of the same classes and values.",
+            help="Data set at another location than the run's, of the same classes and values.",
             panel=DATA,
             unset="the run's",
         ),

@@ -50,7 +50,7 @@ def save_samples(
     replace_text(folder / "per_class.csv", scores.per_class(segmenter.classes))
     replace_text(folder / CONFUSION, as_csv(_confusions(segmenter.classes, scores)))
     rows: Rows = [["row", "image", "miou"]]
-    rows += [[score.row, pairs.where(score.row), score.miou] for score in scores.per_image]
+    rows += [[score.row, pairs.locate(score.row), score.miou] for score in scores.per_image]
     replace_text(folder / "per_image.csv", as_csv(rows))
     if (folder / SAMPLES).is_file():
         for path in (folder / FOLDER).glob("*.*"):
@@ -60,7 +60,7 @@ def save_samples(
         for kind, scores_of_kind in select_extremes(scores.per_image).items():
             for score in scores_of_kind:
                 labels |= _draw(folder / FOLDER, segmenter, pairs, score.row, evaluation, world.device)
-                entries.append({"kind": kind, "row": score.row, "image": pairs.where(score.row), "miou": score.miou})
+                entries.append({"kind": kind, "row": score.row, "image": pairs.locate(score.row), "miou": score.miou})
     classes_shown = [segmenter.classes[label] for label in sorted(labels)]
     colours = [[score.name, f"#{bytes(score.color).hex()}"] for score in classes_shown]
     replace_json(folder / SAMPLES, {"images": entries, "colours": colours})

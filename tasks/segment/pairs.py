@@ -48,35 +48,35 @@ class Pairs(ABC):
         return len(self.names)
 
     @abstractmethod
-    def where(self, index: int) -> str:
-        """Name the place of an image for messages."""
+    def locate(self, index: int) -> str:
+        """Name the location of an image for messages."""
 
     @abstractmethod
-    def where_mask(self, index: int) -> str:
-        """Name the place of a mask for messages."""
+    def locate_mask(self, index: int) -> str:
+        """Name the location of a mask for messages."""
 
     @abstractmethod
     def open(self, index: int) -> Image.Image:
-        """Open an image, not decoded yet. Raises `DataError` with its place when it is not an image."""
+        """Open an image, not decoded yet. Raises `DataError` with its location when it is not an image."""
 
     @abstractmethod
     def open_mask(self, index: int) -> Image.Image:
-        """Open a mask, not decoded yet. Raises `DataError` with its place when it is not an image."""
+        """Open a mask, not decoded yet. Raises `DataError` with its location when it is not an image."""
 
     def load(self, index: int) -> tuple[Pixels, RawMask]:
         """Decode a pair to pixels (h, w, 3) and raw mask (h, w).
 
-        Raises `DataError` with its place when one is unreadable, or they differ in size.
+        Raises `DataError` with its location when one is unreadable, or they differ in size.
         """
-        pixels = decode(self.open(index), self.where(index), self.reading.decoder)
+        pixels = decode(self.open(index), self.locate(index), self.reading.decoder)
         return pixels, self.load_mask(index, (pixels.shape[0], pixels.shape[1]))
 
     def load_mask(self, index: int, size: Size) -> RawMask:
         """Decode a mask to its raw values. Raises `DataError` when it is unreadable or not of its image's size."""
-        mask = read_mask(self.open_mask(index), self.where_mask(index))
+        mask = read_mask(self.open_mask(index), self.locate_mask(index))
         if mask.shape != size:
             raise DataError(
-                f"{self.where_mask(index)}: the mask has {mask.shape[1]}x{mask.shape[0]} pixels, its image "
+                f"{self.locate_mask(index)}: the mask has {mask.shape[1]}x{mask.shape[0]} pixels, its image "
                 f"{size[1]}x{size[0]}; a mask has one value for every pixel of its image"
             )
         return mask
@@ -116,21 +116,21 @@ class FolderPairs(Pairs):
         self.images, self.masks = [images[name] for name in self.names], [masks[name] for name in self.names]
         self.sizes = [(file_size(a), file_size(b)) for a, b in zip(self.images, self.masks, strict=True)]
 
-    def where(self, index: int) -> str:
+    def locate(self, index: int) -> str:
         """Name an image's file."""
         return str(self.images[index])
 
-    def where_mask(self, index: int) -> str:
+    def locate_mask(self, index: int) -> str:
         """Name a mask's file."""
         return str(self.masks[index])
 
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet."""
-        return open_image(self.images[index], self.where(index), self.reading, self.sizes[index][0])
+        return open_image(self.images[index], self.locate(index), self.reading, self.sizes[index][0])
 
     def open_mask(self, index: int) -> Image.Image:
         """Open a mask, not decoded yet."""
-        return open_image(self.masks[index], self.where_mask(index), self.reading, self.sizes[index][1])
+        return open_image(self.masks[index], self.locate_mask(index), self.reading, self.sizes[index][1])
 
 
 def _files(folder: Path, kinds: Collection[str]) -> dict[str, Path]:
@@ -155,15 +155,15 @@ class HubPairs(Pairs):
     Raises `DataError` when it cannot be loaded, or its columns of images and masks are ambiguous.
     """
 
-    def __init__(self, place: str, split: str, image: str | None, mask: str | None) -> None:
+    def __init__(self, location: str, split: str, image: str | None, mask: str | None) -> None:
         import datasets
 
-        hub_split = find_hub_split(place, split)
-        rows = load_hub(*parse_hub_source(place), True)
+        hub_split = find_hub_split(location, split)
+        rows = load_hub(*parse_hub_source(location), True)
         if hub_split is None:
-            raise DataError(f"--data {place}: no {split} split; the data set has {', '.join(sorted(rows))}")
+            raise DataError(f"--data {location}: no {split} split; the data set has {', '.join(sorted(rows))}")
         rows = rows[hub_split]
-        self.place = f"{place}, split {hub_split}"
+        self.location = f"{location}, split {hub_split}"
         images = [name for name, feature in rows.features.items() if type(feature).__name__ == "Image"]
         mask = mask or next((name for name in MASK_COLUMNS if name in images), None)
         image_columns = [name for name in images if name != mask]
@@ -172,7 +172,7 @@ class HubPairs(Pairs):
         )
         if image not in images or mask not in images:
             raise DataError(
-                f"{self.place}: which columns hold images and masks? The columns of images are "
+                f"{self.location}: which columns hold images and masks? The columns of images are "
                 f"{', '.join(images) or 'none'}; name them with --image-column and --mask-column"
             )
         self.columns = str(image), str(mask)
@@ -189,24 +189,24 @@ class HubPairs(Pairs):
         encoded = pyarrow.compute.struct_field(self.rows.data.column(column), "bytes")
         return list(pyarrow.compute.binary_length(encoded).fill_null(0).to_pylist())
 
-    def _open(self, index: int, column: int, where: str) -> Image.Image:
-        return open_image(get_image_file(self.rows[index][self.columns[column]], where), where, self.reading)
+    def _open(self, index: int, column: int, location: str) -> Image.Image:
+        return open_image(get_image_file(self.rows[index][self.columns[column]], location), location, self.reading)
 
-    def where(self, index: int) -> str:
+    def locate(self, index: int) -> str:
         """Name data set, split and row."""
-        return f"{self.place}, row {index}"
+        return f"{self.location}, row {index}"
 
-    def where_mask(self, index: int) -> str:
+    def locate_mask(self, index: int) -> str:
         """Name data set, split, row and column."""
-        return f"{self.where(index)}, column {self.columns[1]}"
+        return f"{self.locate(index)}, column {self.columns[1]}"
 
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet."""
-        return self._open(index, 0, self.where(index))
+        return self._open(index, 0, self.locate(index))
 
     def open_mask(self, index: int) -> Image.Image:
         """Open a mask, not decoded yet."""
-        return self._open(index, 1, self.where_mask(index))
+        return self._open(index, 1, self.locate_mask(index))
 
 
 class ScenePairs(Pairs):
@@ -219,11 +219,11 @@ class ScenePairs(Pairs):
             self.names
         )  # scenes are not encoded
 
-    def where(self, index: int) -> str:
+    def locate(self, index: int) -> str:
         """Name the scene's number."""
         return f"demo {self.names[index]}"
 
-    def where_mask(self, index: int) -> str:
+    def locate_mask(self, index: int) -> str:
         """Name the scene's number."""
         return f"mask of demo {self.names[index]}"
 
@@ -249,13 +249,13 @@ class PairsSubset(Pairs):
         self.names = [pairs.names[row] for row in self.rows]
         self.sizes = [pairs.sizes[row] for row in self.rows]
 
-    def where(self, index: int) -> str:
-        """Name the place of an image in the full split."""
-        return self.pairs.where(self.rows[index])
+    def locate(self, index: int) -> str:
+        """Name the location of an image in the full split."""
+        return self.pairs.locate(self.rows[index])
 
-    def where_mask(self, index: int) -> str:
-        """Name the place of a mask in the full split."""
-        return self.pairs.where_mask(self.rows[index])
+    def locate_mask(self, index: int) -> str:
+        """Name the location of a mask in the full split."""
+        return self.pairs.locate_mask(self.rows[index])
 
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet."""

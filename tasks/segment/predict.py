@@ -96,7 +96,7 @@ def _image_sizes(pixels: Pixels, plan: WindowPlan) -> tuple[Pixels, list[Tensor]
 def _write_prediction(
     pixels: Pixels, labels: Labels, segmenter: Segmenter, prefix: Path
 ) -> tuple[dict[str, str], Image.Image, list[dict[str, Any]]]:
-    """Draw an image's label map into files that begin with `place`; returns them, the overlay and the classes."""
+    """Draw an image's label map into files that begin with `prefix`; returns them, the overlay and the classes."""
     counts = np.array(Image.fromarray(labels).histogram())
     order = [int(index) for index in np.argsort(-counts, kind="stable") if counts[index]]
     shares = [(segmenter.classes[index], counts[index] / labels.size) for index in order]
@@ -160,7 +160,7 @@ def _images(options: SegmentPredictOptions, console: Console) -> list[Path]:
 
 
 def _check_outputs(paths: Sequence[Path], prefixes: Sequence[Path]) -> None:
-    """Raise `DpnError` where an image would be written over by the files that begin with one of `places`."""
+    """Raise `DpnError` where an image would be written over by the files that begin with one of `prefixes`."""
     output_paths = {real_path(prefix.with_name(prefix.name + ending)) for prefix in prefixes for ending in ENDINGS}
     if over := next((path for path in paths if real_path(path) in output_paths), None):
         raise DpnError(f"{over}: would be written over by the files of another image; pass another -o")

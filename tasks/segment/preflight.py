@@ -22,17 +22,17 @@ def check_masks(pairs: Pairs, rule: LabelRule, sample: int = SAMPLE) -> set[int]
     values: set[int] = set()
     unknown_mask: str | None = None
     for index in _spread_indices(pairs, sample):
-        where = pairs.where_mask(index)
+        location = pairs.locate_mask(index)
         with pairs.open(index) as image:
             mask = pairs.load_mask(index, (image.height, image.width))
         values_here = np.unique(mask).tolist()
         values.update(values_here)
-        unknown_mask = unknown_mask or (where if rule.unknown(values_here) else None)
+        unknown_mask = unknown_mask or (location if rule.unknown(values_here) else None)
     if unknown_mask:
         raise DataError(rule.explain(sorted(values), unknown_mask))
     labels = {int(rule.table[value]) for value in values} - {IGNORE}
     if not labels:
-        raise DataError(f"{pairs.where_mask(0)} and the masks after it: every pixel is ignored; allowed are {rule}")
+        raise DataError(f"{pairs.locate_mask(0)} and the masks after it: every pixel is ignored; allowed are {rule}")
     return labels
 
 
@@ -50,5 +50,5 @@ def check_crops(pairs: Pairs, augmentation: SegmentAugmentation, sample: int = S
 
 
 def _spread_indices(pairs: Pairs, sample: int) -> list[int]:
-    """Return up to `sample` places in a split, evenly spread from the first to the last."""
+    """Return up to `sample` positions in a split, evenly spread from the first to the last."""
     return sorted({int(index) for index in np.linspace(0, len(pairs) - 1, min(sample, len(pairs)))})

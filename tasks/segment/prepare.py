@@ -44,8 +44,8 @@ def verify_folder(out: Path, console: Console) -> tuple[dict[str, Any], list[str
     with console.counting("masks of validation", len(validation)) as on_progress:
         for row in range(len(validation)):
             signals.check_here()
-            mask = read_mask(validation.open_mask(row), validation.where_mask(row))
-            RULE.labels(mask, validation.where_mask(row))
+            mask = read_mask(validation.open_mask(row), validation.locate_mask(row))
+            RULE.labels(mask, validation.locate_mask(row))
             is_used[np.unique(mask)] = True
             on_progress(1)
     classes = int(is_used[1 : 1 + RULE.classes].sum())

@@ -44,7 +44,7 @@ def open_task(data: VtabData, task: Task) -> TaskData:
         for index, label in enumerate(split.labels):
             if not 0 <= label < task.classes:
                 raise DataError(
-                    f"{split.where(index)}: label {label}, but {task.name} has {task.classes} classes, "
+                    f"{split.locate(index)}: label {label}, but {task.name} has {task.classes} classes, "
                     f"0 to {task.classes - 1}"
                 )
     return TaskData(**splits, fingerprints={name: fingerprint(split) for name, split in splits.items()})

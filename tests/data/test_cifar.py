@@ -104,7 +104,7 @@ def test_images_labels_and_names_are_torchvisions(layout: Any, split: str, tmp_p
     assert list(ours.classes) == reference.classes
     assert np.array_equal(np.stack([ours.pixels(index) for index in range(len(ours.labels))]), reference.data)
     last = len(ours.labels) - 1
-    assert ours.where(last) == f"{tmp_path / layout.folder / layout.files[split][-1]}, image 3"
+    assert ours.locate(last) == f"{tmp_path / layout.folder / layout.files[split][-1]}, image 3"
     assert len({ours.key(index) for index in range(last + 1)}) == last + 1
 
 

@@ -28,7 +28,7 @@ def test_class_folders_are_read_in_alphabetical_order(tmp_path: Path, monkeypatc
     assert split.classes == ("class0", "class1", "class2")
     assert list(split.labels) == [0, 0, 1, 1, 2, 2]
     assert split.pixels(0).shape == (40, 50, 3)
-    assert split.where(5) == str(tmp_path / "class2" / "001.jpg")
+    assert split.locate(5) == str(tmp_path / "class2" / "001.jpg")
 
 
 def test_the_last_hundredth_is_watched_and_small_data_sets_get_more() -> None:
@@ -46,14 +46,14 @@ def test_the_splits_are_a_rule_and_not_a_draw(tmp_path: Path) -> None:
     data = open_class_data(ImageSource(str(root), val_fraction=0.25), None)
     assert (len(data.val.labels), len(data.minival.labels), len(data.train.labels)) == (10, 3, 27)
     assert list(data.val.labels).count(0) == 5  # of every class
-    places = [{part.where(i) for i in range(len(part.labels))} for part in (data.train, data.minival, data.val)]
+    places = [{part.locate(i) for i in range(len(part.labels))} for part in (data.train, data.minival, data.val)]
     assert len(set.union(*places)) == 40
     assert sum(map(len, places)) == 40
     # Another folder beside the classes changes nothing, and neither does another machine's path.
     moved = tmp_path / "elsewhere"
     root.rename(moved)
     again = open_class_data(ImageSource(str(moved), val_fraction=0.25), None)
-    assert {Path(w).name for w in places[2]} == {Path(again.val.where(i)).name for i in range(10)}
+    assert {Path(w).name for w in places[2]} == {Path(again.val.locate(i)).name for i in range(10)}
 
 
 # Six names by their SHA-256, as sha256sum gives it: 0ab4, 4b61, 5844, 6172, 6b7d, 827d.

@@ -342,7 +342,7 @@ def test_several_processes_read_the_rows_of_one(folder: Path) -> None:
     split = ClassFolders(folder / "train")
     split.path(4).write_bytes(b"")
     alone, shared = (
-        validate.inspect_split("x", split.where, partial(inspect_image, split), 30, workers=workers)
+        validate.inspect_split("x", split.locate, partial(inspect_image, split), 30, workers=workers)
         for workers in (0, 2)
     )
     assert (alone.digests == shared.digests).all()

@@ -239,7 +239,7 @@ def test_a_pack_of_one_split_validates_another_data_set(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run_dpn("data", "pack", "--data", str(folder / "val"), "--out", str(tmp_path / "v"), "-q").exit_code == 0
-    data = open_class_data(ImageSource(str(folder), val_place=str(tmp_path / "v")), None)
+    data = open_class_data(ImageSource(str(folder), val_location=str(tmp_path / "v")), None)
     assert len(data.val.labels) == 12
     with pytest.raises(DataError, match="a pack of train, without val"):
         open_split(ImageSource(str(tmp_path / "v")), "val")

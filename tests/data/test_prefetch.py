@@ -121,7 +121,7 @@ def test_an_epoch_fetches_the_data_once(kind: str, workers: int, store: Store, f
 
 def test_the_first_batch_waits_for_its_own_shards_and_the_next_ones_are_fetched_meanwhile(store: Store) -> None:
     split, order = opened(store.url)
-    needs = list(order.needs(0, range(BATCH)))
+    needs = list(order.iter_shard_uses(0, range(BATCH)))
     first = {TARS[need.shard] for need in needs if need.first == 0}
     later = [TARS[need.shard] for need in needs if TARS[need.shard] not in first]
     assert len(first) == 2
@@ -194,7 +194,7 @@ def test_faults_that_pass_change_nothing(store: Store, folder: Path) -> None:
 
 def test_a_shard_that_cannot_be_fetched_is_one_error_when_it_is_read(store: Store) -> None:
     split, order = opened(store.url)
-    last = list(order.needs(0, range(BATCH)))[-1]
+    last = list(order.iter_shard_uses(0, range(BATCH)))[-1]
     store.faults[TARS[last.shard]] = [503] * 1000
     batches = stream(split, order, ALONE)
     assert len(list(itertools.islice(batches, last.first))) == last.first
@@ -207,7 +207,7 @@ def test_a_shard_that_cannot_be_fetched_is_one_error_when_it_is_read(store: Stor
 def test_the_death_of_a_prefetch_process_is_reported(store: Store) -> None:
     split, order = opened(store.url)
     batches = stream(split, order, ALONE)
-    first = {TARS[need.shard] for need in order.needs(0, range(BATCH)) if need.first == 0}
+    first = {TARS[need.shard] for need in order.iter_shard_uses(0, range(BATCH)) if need.first == 0}
     store.held = set(TARS) - first  # it is busy
     next(batches)
     fetching = min(multiprocessing.active_children(), key=lambda process: process.pid or 0)  # it began first

@@ -105,7 +105,7 @@ def test_a_pack_behind_a_url_is_the_pack_and_its_files_are_fetched_once(store: S
     for name in ("train", "minival", "val"):
         same(getattr(far, name), getattr(near, name))
     assert far.classes == near.classes
-    assert far.train.where(0) == near.train.where(0).replace(str(folder), store.url)
+    assert far.train.locate(0) == near.train.locate(0).replace(str(folder), store.url)
     assert {name: count for name, count in store.gets.items() if name.endswith("1.tar")} == {"000001.tar": 1}
     store.clear()
     same(open_class_data(source, None).train, near.train)
@@ -122,7 +122,7 @@ def test_shards_behind_a_url_are_the_shards(store: Store, folder: Path, prefix: 
     near, expected = open_split(ImageSource(local), "train")
     same(far, near)
     assert classes == expected == ("class0", "class1", "class2")
-    assert far.where(13) == near.where(13).replace(str(folder), store.url)
+    assert far.locate(13) == near.locate(13).replace(str(folder), store.url)
     for path in cache():
         if path.suffix == ".tar":
             path.unlink()

@@ -38,11 +38,13 @@ def drawn(order: ShardOrder, steps: int, start: int = 0) -> np.ndarray[tuple[int
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_an_epoch_has_every_image_once_even_inside_a_batch(case: tuple[list[int], int, int]) -> None:
     order = order_of(*case)
-    epochs = drawn(order, -(-4 * order.images // order.batch_size))[: 4 * order.images].reshape(4, order.images)
-    assert (np.sort(epochs) == np.arange(order.images)).all()
-    if order.images > 10:
+    epochs = drawn(order, -(-4 * order.image_count // order.batch_size))[: 4 * order.image_count].reshape(
+        4, order.image_count
+    )
+    assert (np.sort(epochs) == np.arange(order.image_count)).all()
+    if order.image_count > 10:
         assert len({epoch.tobytes() for epoch in epochs}) == 4
-        assert not np.array_equal(epochs[0], drawn(order_of(*case, seed=1), 4 * order.images)[: order.images])
+        assert not np.array_equal(epochs[0], drawn(order_of(*case, seed=1), 4 * order.image_count)[: order.image_count])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -61,15 +63,15 @@ def test_steps_read_only_the_shards_that_they_need(case: tuple[list[int], int, i
     order = order_of(*case, steps=stop)
     for rank in range(min(ranks, order.batch_size)):
         places = range(order.batch_size * rank // ranks, order.batch_size * (rank + 1) // ranks)
-        needs = list(order.needs(start, places))
+        needs = list(order.iter_shard_uses(start, places))
         assert [need.first for need in needs] == sorted(need.first for need in needs)
         assert all(need.first < stop and need.last >= start for need in needs)
         for step in range(start, stop):
             read = set(order.shards[[order.rows(step)[place] for place in places]].tolist())
             needed = {need.shard for need in needs if need.first <= step <= need.last}
             assert read <= needed
-            lanes = {place * order.lanes // order.batch_size for place in places}
-            together = -(-order.open_shards // order.lanes)
+            lanes = {place * order.lane_count // order.batch_size for place in places}
+            together = -(-order.open_shards // order.lane_count)
             assert len(needed) <= 2 * together * len(lanes)  # a block that ends and one that begins
         first = [need for need in needs if need.first <= start]
         assert len({need.shard for need in first}) <= 2 * order.open_shards
@@ -79,13 +81,13 @@ def test_steps_read_only_the_shards_that_they_need(case: tuple[list[int], int, i
 def test_ranks_read_shards_of_their_own(ranks: int) -> None:
     order = order_of([100] * 64, 32, 8, steps=200)  # an epoch
     worlds = [World(rank, ranks, None) for rank in range(ranks)]  # type: ignore[arg-type]
-    mine = [{need.shard for need in order.needs(0, world.rows(32))} for world in worlds]
+    mine = [{need.shard for need in order.iter_shard_uses(0, world.rows(32))} for world in worlds]
     assert sum(map(len, mine)) == 64  # equal shards: no shard is cut
     assert {len(one) for one in mine} == {64 // ranks}
     # Unequal ones are cut between neighbours, and each is read by both at the same end of the epoch.
     sizes = np.random.default_rng(0).integers(50, 150, 64).tolist()
     uneven = order_of(sizes, 32, 8, steps=sum(sizes) // 32)
-    mine = [{need.shard for need in uneven.needs(0, world.rows(32))} for world in worlds]
+    mine = [{need.shard for need in uneven.iter_shard_uses(0, world.rows(32))} for world in worlds]
     for one, other in pairwise(mine):
         assert len(one & other) <= 1
     assert sum(map(len, mine)) <= 64 + ranks - 1
@@ -132,7 +134,7 @@ def test_two_lanes_that_share_a_shard_read_it_at_the_same_end() -> None:
     assert lanes[0][0].shard == lanes[1][0].shard
     assert lanes[1][-1].shard == lanes[2][-1].shard
     assert lanes[2][0].shard == lanes[3][0].shard
-    assert [sum(piece.end - piece.begin for piece in lane) for lane in lanes] == [18, 18, 17, 17]
+    assert [sum(piece.end - piece.start for piece in lane) for lane in lanes] == [18, 18, 17, 17]
 
 
 def test_the_order_matches_earlier_versions() -> None:

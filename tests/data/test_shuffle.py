@@ -105,7 +105,7 @@ def test_shards_of_a_subset_are_shards_of_the_full_set(folder: Path) -> None:
     for part in (data.train, data.minival):
         assert part.shards
         for row in range(len(part.labels)):
-            assert str(part.shards.paths[part.shards.of[row]]) in part.where(row)
+            assert str(part.shards.paths[part.shards.of[row]]) in part.locate(row)
     # A pack is in the order by which minival is chosen: it is in the last shards, and not in all of them.
     assert sorted(set(data.minival.shards.of.tolist())) == [6, 7]
     assert np.array_equal(whole.shards.of, np.repeat(np.arange(SHARDS), SHARD_IMAGES))

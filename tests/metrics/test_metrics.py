@@ -39,7 +39,7 @@ class Numbers(Images):
         self.labels = [number % classes for number in range(count)]
         self.sizes = [1] * count
 
-    def where(self, index: int) -> str:
+    def locate(self, index: int) -> str:
         return f"number {index}"
 
     def open(self, index: int) -> Image.Image:

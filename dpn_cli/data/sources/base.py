@@ -52,20 +52,20 @@ class LabelledImages(Protocol):
     def shards(self) -> ShardIndex | None:
         """Return the file of each image, where files hold many; None for images in files of their own."""
 
-    def where(self, index: int) -> str:
-        """Name the place of an image for messages: file and line, or data set and row."""
+    def locate(self, index: int) -> str:
+        """Name the location of an image for messages: file and line, or data set and row."""
 
     def key(self, index: int) -> str:
-        """Return the name of an image inside the data set, whatever the set's place; its number if it has none."""
+        """Return the name of an image inside the data set, whatever the set's location; its number if it has none."""
 
     def open(self, index: int) -> Image.Image:
-        """Open an image, not decoded yet. Raises `DataError` with its place when it is not an image."""
+        """Open an image, not decoded yet. Raises `DataError` with its location when it is not an image."""
 
     def content(self, index: int) -> bytes:
         """Return an image's stored bytes; equal bytes are the same image. Raises `DataError` as `open` does."""
 
     def pixels(self, index: int) -> Pixels:
-        """Decode an image to (height, width, 3). Raises `DataError` with its place when it is unreadable."""
+        """Decode an image to (height, width, 3). Raises `DataError` with its location when it is unreadable."""
 
 
 class Images(ABC):
@@ -83,8 +83,8 @@ class Images(ABC):
         """Open an image, not decoded yet."""
 
     @abstractmethod
-    def where(self, index: int) -> str:
-        """Name the place of an image for messages."""
+    def locate(self, index: int) -> str:
+        """Name the location of an image for messages."""
 
     def key(self, index: int) -> str:
         """Return the name of an image inside the data set; its number if it has none."""
@@ -93,11 +93,11 @@ class Images(ABC):
     def content(self, index: int) -> bytes:
         """Return the bytes of an image's file, or its pixels when there is no file or opening decodes it."""
         with self.open(index) as image:
-            return read_image_bytes(image, self.where(index), image.tobytes)
+            return read_image_bytes(image, self.locate(index), image.tobytes)
 
     def pixels(self, index: int) -> Pixels:
-        """Decode an image to (height, width, 3). Raises `DataError` with its place when it is unreadable."""
-        return decode(self.open(index), self.where(index), self.reading.decoder)
+        """Decode an image to (height, width, 3). Raises `DataError` with its location when it is unreadable."""
+        return decode(self.open(index), self.locate(index), self.reading.decoder)
 
 
 class ImageSubset(Images):
@@ -113,9 +113,9 @@ class ImageSubset(Images):
         """Return the shard of the whole split that each image is in."""
         return self.whole.shards.only(self.rows) if self.whole.shards else None
 
-    def where(self, index: int) -> str:
-        """Name the place of an image in the whole split."""
-        return self.whole.where(self.rows[index])
+    def locate(self, index: int) -> str:
+        """Name the location of an image in the whole split."""
+        return self.whole.locate(self.rows[index])
 
     def key(self, index: int) -> str:
         """Return an image's name in the whole split."""
@@ -130,7 +130,7 @@ class ImageSubset(Images):
         return self.whole.open(self.rows[index])
 
 
-def read_image_bytes(image: Image.Image, where: str, other: Callable[[], bytes]) -> bytes:
+def read_image_bytes(image: Image.Image, location: str, other: Callable[[], bytes]) -> bytes:
     """Return the bytes of an opened image's file, and what `other` returns when it has none; it can still be decoded.
 
     Raises `ImageError` when the file is damaged.
@@ -141,11 +141,11 @@ def read_image_bytes(image: Image.Image, where: str, other: Callable[[], bytes])
         file.seek(0)
         return bytes(file.read())
     except DECODE_ERRORS as error:
-        raise unreadable_error(where, error) from error
+        raise unreadable_error(location, error) from error
 
 
 def fingerprint(split: LabelledImages) -> str:
-    """Return a hash of a split's order, labels and encoded sizes in bytes, which does not depend on its place.
+    """Return a hash of a split's order, labels and encoded sizes in bytes, which does not depend on its location.
 
     It distinguishes copies of a data set without reading the images: re-encoded images have other sizes.
     """
@@ -162,15 +162,17 @@ def hash_lines(lines: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def number_classes(split: LabelledImages, place: str) -> tuple[str, ...]:
+def number_classes(split: LabelledImages, location: str) -> tuple[str, ...]:
     """Return the class numbers 0, 1, ... of a split as names, for data sets without class names.
 
     Raises `DataError`, naming the image, for a class number that is too large.
     """
     largest = max(split.labels)
     if largest >= MAX_CLASSES:
-        where = split.where(list(split.labels).index(largest))
-        raise DataError(f"--data {place}: {where} has the class number {largest}; they go from 0 to {MAX_CLASSES - 1}")
+        image = split.locate(list(split.labels).index(largest))
+        raise DataError(
+            f"--data {location}: {image} has the class number {largest}; they go from 0 to {MAX_CLASSES - 1}"
+        )
     return tuple(map(str, range(1 + largest)))
 
 

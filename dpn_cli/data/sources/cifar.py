@@ -30,10 +30,10 @@ DAMAGED = (
 
 @dataclass(frozen=True)
 class CifarLayout:
-    """One published form: its folder, its files by split, the file with the class names, and the place of the labels.
+    """One published form: its folder, its files by split, the file with the class names, the labels.
 
     `labels` and `names` are the keys of class numbers and class names in a pickle. In the binary form they are None,
-    and `before` bytes precede each image, the last of them its class.
+    and `label_bytes` bytes precede each image, the last of them its class.
     """
 
     folder: str
@@ -100,7 +100,7 @@ class CifarImages(Images):
         self.labels: Sequence[int] = labels
         self.sizes: Sequence[int] = [PIXELS] * len(labels)
 
-    def where(self, index: int) -> str:
+    def locate(self, index: int) -> str:
         """Name an image's file and its row in it."""
         path, row = self._locate(index)
         return f"{path}, image {row}"

@@ -17,7 +17,7 @@ from dpn_cli.errors import DataError
 
 
 class FolderImages(Images):
-    """The images in and below some folders of `root`, named as `index_files` does; the label is the folder's place."""
+    """The images in and below some folders of `root`, named as `index_files` does; the label is the folder's number."""
 
     def __init__(
         self, root: Path, subfolders: Sequence[str] = ("",), reading: ReadOptions = DEFAULT_READ_OPTIONS
@@ -31,7 +31,7 @@ class FolderImages(Images):
         """Return an image's file."""
         return self.root / self.listing.names[index]
 
-    def where(self, index: int) -> str:
+    def locate(self, index: int) -> str:
         """Name an image's file."""
         return str(self.path(index))
 
@@ -42,7 +42,7 @@ class FolderImages(Images):
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet."""
         try:
-            return open_image(self.path(index), self.where(index), self.reading, self.sizes[index])
+            return open_image(self.path(index), self.locate(index), self.reading, self.sizes[index])
         except DataError:
             self.listing.forget()  # what is mended has another size, at the same date of its folder
             raise
@@ -101,13 +101,13 @@ class FileList(Images):
             self.sizes.append(size)
             self.lines.append(number)
 
-    def where(self, index: int) -> str:
+    def locate(self, index: int) -> str:
         """Name an image's file and its line in the list."""
         return f"{self.paths[index]} ({self.list.name}, line {self.lines[index]})"
 
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet."""
-        return open_image(self.paths[index], self.where(index), self.reading, self.sizes[index])
+        return open_image(self.paths[index], self.locate(index), self.reading, self.sizes[index])
 
 
 def find_image_files(paths: Sequence[Path]) -> list[Path]:

@@ -23,10 +23,10 @@ class HubImages(Images):
     """
 
     def __init__(self, name: str, config: str, split: str, image: str | None, alone: bool) -> None:
-        self.place = f"hf:{name} ({config}), split {split}"
+        self.location = f"hf:{name} ({config}), split {split}"
         splits = load_hub(name, config, alone)
         if split not in splits:
-            raise DataError(f"{self.place}: missing; the data set has {', '.join(sorted(splits))}")
+            raise DataError(f"{self.location}: missing; the data set has {', '.join(sorted(splits))}")
         rows = splits[split]
         self.image = self.column(rows, image, "image", ("Image",))
         import datasets
@@ -55,19 +55,21 @@ class HubImages(Images):
             candidates = [kind]
         if column_name is not None or len(candidates) != 1:
             raise DataError(
-                f"{self.place}: which column holds the {kind}? The columns are "
+                f"{self.location}: which column holds the {kind}? The columns are "
                 f"{', '.join(rows.column_names)}; name one with --set data.{kind}_column=NAME"
             )
         return str(candidates[0])
 
-    def where(self, index: int) -> str:
+    def locate(self, index: int) -> str:
         """Name the data set and the row."""
-        return f"{self.place}, row {index}"
+        return f"{self.location}, row {index}"
 
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet."""
-        where = self.where(index)
-        return open_image(get_image_file(self.rows[index][self.image], where), where, self.reading, self.sizes[index])
+        location = self.locate(index)
+        return open_image(
+            get_image_file(self.rows[index][self.image], location), location, self.reading, self.sizes[index]
+        )
 
 
 class HubSplit(HubImages):
@@ -85,7 +87,7 @@ class HubSplit(HubImages):
     def _class(self, index: int, value: object) -> int:
         if not isinstance(value, int):
             raise DataError(
-                f"{self.where(index)}: label {value!r} is not a class number; name another column with "
+                f"{self.locate(index)}: label {value!r} is not a class number; name another column with "
                 "--set data.label_column=NAME"
             )
         return value
@@ -99,10 +101,10 @@ class UnlabelledHubImages(HubImages):
         self.labels: Sequence[int] = [0] * len(self.sizes)
 
 
-def get_image_file(value: Any, where: str) -> Path | io.BytesIO:
+def get_image_file(value: Any, location: str) -> Path | io.BytesIO:
     """Return the image in a row of a hub data set, stored as bytes or a file name. Raises `ImageError`."""
     if value is None or (value["bytes"] is None and value["path"] is None):
-        raise ImageError(f"{where}: empty; every row needs its image")
+        raise ImageError(f"{location}: empty; every row needs its image")
     return Path(value["path"]) if value["bytes"] is None else io.BytesIO(value["bytes"])
 
 
@@ -132,16 +134,16 @@ def load_hub(name: str, config: str, alone: bool) -> Any:
     )
 
 
-def parse_hub_source(place: str) -> tuple[str, str]:
+def parse_hub_source(location: str) -> tuple[str, str]:
     """Split ``hf:NAME[:CONFIGURATION]`` into its two parts."""
-    name, _, config = place.removeprefix("hf:").partition(":")
+    name, _, config = location.removeprefix("hf:").partition(":")
     return name, config or "default"
 
 
-def find_hub_split(place: str, split: str) -> str | None:
+def find_hub_split(location: str, split: str) -> str | None:
     """Return the name of a hub data set's ``train`` or ``val`` split, or None when it has none."""
 
-    splits = load_hub(*parse_hub_source(place), True)
+    splits = load_hub(*parse_hub_source(location), True)
     # Sets without a validation split are commonly scored on their test split.
     names = {"train": ("train",), "val": ("validation", "val", "valid", "test"), "test": ("test",)}
     return next((name for name in names[split] if name in splits), None)

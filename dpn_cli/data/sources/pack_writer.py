@@ -159,7 +159,7 @@ def _write_shard(shard: str, rows: Sequence[int]) -> Json:
         with tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as archive:
             for position, row in enumerate(rows):
                 try:
-                    suffix, encoded = _encode(split.open(row), split.where(row), packing, split.reading)
+                    suffix, encoded = _encode(split.open(row), split.locate(row), packing, split.reading)
                 except DataError:
                     if not skip_bad:
                         raise
@@ -197,7 +197,7 @@ def _write_shard(shard: str, rows: Sequence[int]) -> Json:
     }
 
 
-def _encode(image: Image.Image, where: str, packing: PackOptions, reading: ReadOptions) -> tuple[str, bytes]:
+def _encode(image: Image.Image, location: str, packing: PackOptions, reading: ReadOptions) -> tuple[str, bytes]:
     """Return an image's stored bytes and ending; an image that need not change keeps its bytes.
 
     It is decoded in any case. Raises `DataError` when it is unreadable or the encoding cannot hold it.
@@ -207,9 +207,9 @@ def _encode(image: Image.Image, where: str, packing: PackOptions, reading: ReadO
     if kind in KEPT and file is not None:
         file.seek(0)
         original = file.read()
-        image = open_image(io.BytesIO(original), where, reading)
+        image = open_image(io.BytesIO(original), location, reading)
     shrunk = bool(getattr(image, "decoderconfig", ()))  # a JPEG above the limit was decoded at a smaller size
-    pixels = Image.fromarray(decode(image, where, reading.decoder))
+    pixels = Image.fromarray(decode(image, location, reading.decoder))
     short = min(pixels.size)
     if packing.size is None or short <= packing.size:
         if original and packing.encode == "jpeg" and not (shrunk and packing.size):
@@ -223,7 +223,7 @@ def _encode(image: Image.Image, where: str, packing: PackOptions, reading: ReadO
     except OSError as error:
         size = "x".join(map(str, pixels.size))
         raise DataError(
-            f"{where}: {size} pixels cannot be stored as {packing.encode} ({error}); use --encode ppm, or leave it out "
-            "and count it with --skip-bad-images"
+            f"{location}: {size} pixels cannot be stored as {packing.encode} ({error}); use --encode ppm, or leave "
+            "it out and count it with --skip-bad-images"
         ) from error
     return {"jpeg": "jpg", "ppm": "ppm"}[packing.encode], buffer.getvalue()

@@ -109,7 +109,7 @@ class PackedImages(Images):
         """Return the shard of each image."""
         return ShardIndex(self.paths, self.shard)
 
-    def where(self, index: int) -> str:
+    def locate(self, index: int) -> str:
         """Name an image's shard, and its name before it was packed."""
         return f"{self.paths[self.shard[index]]} ({self.key(index)})"
 
@@ -125,8 +125,8 @@ class PackedImages(Images):
             path.forget()
             content = self._content(path, index)
         if zlib.crc32(content) != self.crc32[index]:
-            raise DataError(f"{self.where(index)}: damaged since it was packed; pack the data again: the rest is kept")
-        return open_image(io.BytesIO(content), self.where(index), self.reading)
+            raise DataError(f"{self.locate(index)}: damaged since it was packed; pack the data again: the rest is kept")
+        return open_image(io.BytesIO(content), self.locate(index), self.reading)
 
     def _content(self, path: Shard, index: int) -> bytes:
         with path.open("rb") as file:

@@ -81,7 +81,7 @@ def _glob_files(pattern: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class ShardMember:
-    """An image in a shard: its name, the place of its bytes, and the files of the same name by ending."""
+    """An image in a shard: its name, the offset of its bytes, and the files of the same name by ending."""
 
     name: str
     offset: int
@@ -118,7 +118,7 @@ class ShardImages(Images):
     def take(self, path: Shard, member: ShardMember) -> bool:
         """Note what belongs to an image of shard `path`; False leaves the image out."""
 
-    def where(self, index: int) -> str:
+    def locate(self, index: int) -> str:
         """Name an image's shard and its name in it."""
         path = self.paths[self.shard[index]]
         return f"{path}{self.names[index].removeprefix(path.name)}"
@@ -131,7 +131,7 @@ class ShardImages(Images):
         """Open an image, not decoded yet."""
         with self.paths[self.shard[index]].open("rb") as file:
             file.seek(self.offsets[index])
-            return open_image(io.BytesIO(file.read(self.sizes[index])), self.where(index), self.reading)
+            return open_image(io.BytesIO(file.read(self.sizes[index])), self.locate(index), self.reading)
 
 
 class LabelledShardImages(ShardImages):

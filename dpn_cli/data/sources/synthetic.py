@@ -259,13 +259,13 @@ class SceneSplit(Images):
         self.labels: Sequence[int] = [label(demo_scene(i), task) for i in range(start, stop)]
         self.sizes: Sequence[int] = [3 * SCENE_SIZE**2] * len(self.labels)  # scenes are not encoded
 
-    def where(self, index: int) -> str:
+    def locate(self, index: int) -> str:
         """Name the scene's number."""
         return f"demo scene {self.start + index}"
 
     def content(self, index: int) -> bytes:
         """Return the scene's number, which decides its pixels."""
-        return self.where(index).encode()
+        return self.locate(index).encode()
 
     def open(self, index: int) -> Image.Image:
         """Return the image of a scene, 64x64."""

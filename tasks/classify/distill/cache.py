@@ -245,7 +245,7 @@ class TargetCache:
         if not similarity.min() > SPOT_COSINE:
             row = entries[int(similarity.argmin())] % len(self.images.labels)
             raise DataError(
-                f"{self.images.where(row)}: the teacher computes something else for it than {self.folder} holds, so "
+                f"{self.images.locate(row)}: the teacher computes something else for it than {self.folder} holds, so "
                 "the image has changed since this run started; start another with -o"
             )
 

@@ -122,4 +122,4 @@ def augmentation_of(config: DistillConfig, size: tuple[int, int]) -> Augmentatio
 
 def _labelled_val(source: ImageSource) -> bool:
     """Return whether data have validation images of their own, in folders of classes."""
-    return not is_shards(source.place) and has_split(source, "val")
+    return not is_shards(source.location) and has_split(source, "val")

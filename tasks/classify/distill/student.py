@@ -134,10 +134,10 @@ def new_student(config: DistillConfig, teacher: Backbone, images: Batches) -> tu
     return student, dict(vars(fit_stem(teacher, student, images))) if start != "copy" else {}
 
 
-def reload_student(config: DistillConfig, place: str, classes: int) -> Backbone:
+def reload_student(config: DistillConfig, location: str, classes: int) -> Backbone:
     """Load a student that a stage of the training wrote."""
     return load_backbone(
-        checkpoint=place,
+        checkpoint=location,
         image_size=None,
         num_classes=classes,
         head="load" if classes else "new",

@@ -46,7 +46,7 @@ def is_prepared(folder: Path) -> bool:
 
 
 def partial(out: Path, task: Task) -> Path:
-    """Return the place of a task's folder while it is being written."""
+    """Return the location of a task's folder while it is being written."""
     return out / f".{task.folder}.partial"
 
 
@@ -139,7 +139,7 @@ class _Folder:
         return partial(self.out, self.task)
 
     def write_image(self, split: str, name: str, label: int, digest: str) -> Path:
-        """Note an image, and return the place for its file. Raises `DataError` for a label outside the classes."""
+        """Note an image, and return the location for its file. Raises `DataError` for a label outside the classes."""
         if not 0 <= label < self.task.classes:
             raise DataError(
                 f"{self.task.name}: {split} image {name} would have the label {label}, and the classes are 0 to "
@@ -204,14 +204,14 @@ def _link(first: Path, other: Path) -> None:
         shutil.copyfile(first, other)
 
 
-def pack_image(content: bytes, white: int, where: str) -> tuple[bytes, str]:
+def pack_image(content: bytes, white: int, location: str) -> tuple[bytes, str]:
     """Return an image's bytes and the ending of its file: those that were stored, unless `white` is not 255.
 
     Values are then scaled, so that `white` becomes 255, and stored as PNG. Raises `DataError` for an unknown kind.
     """
     kind = next((kind for start, kind in KINDS.items() if content.startswith(start)), None)
     if kind is None:
-        raise DataError(f"{where}: neither JPEG, PNG, GIF nor BMP; prepare the data set again")
+        raise DataError(f"{location}: neither JPEG, PNG, GIF nor BMP; prepare the data set again")
     if white == 255:
         return content, kind
     with Image.open(io.BytesIO(content)) as image:

@@ -121,7 +121,7 @@ def test_the_runs_own_validation_images_are_scored(source: Callable[[Path], Json
 )
 def test_demo_is_the_demo_that_the_run_was_trained_on(arguments: str, own: str | None, scored: str) -> None:
     facts = {"config": {"data": {"source": own}}} if own else {}
-    assert run_source(ImageSource(arguments), facts, "run").place == scored
+    assert run_source(ImageSource(arguments), facts, "run").location == scored
 
 
 def test_an_unknown_demo_is_refused_with_the_list_of_demos() -> None:
@@ -167,7 +167,7 @@ def test_training_images_are_recognized_by_content_under_any_name(finished: tupl
     for number, (name, part, index) in enumerate(copies):
         to = tmp_path / "others" / name / f"renamed{number}.jpg"
         to.parent.mkdir(parents=True)
-        shutil.copy(part.where(index), to)
+        shutil.copy(part.locate(index), to)
     Image.new("RGB", (40, 40), (9, 200, 30)).save(tmp_path / "others" / "class2" / "new.png")
     result = scored(network, str(tmp_path / "others"))
     assert (counts(result), result["part"]) == ((4, 2), None)
@@ -270,7 +270,7 @@ def test_joined_splits_keep_their_images_apart(tmp_path: Path) -> None:
     parts = [ImageSubset(whole, [7, 0]), ImageSubset(whole, []), ImageSubset(whole, [4])]
     joined = ConcatImages(parts)
     assert [joined.key(i) for i in range(3)] == [whole.key(row) for row in (7, 0, 4)]
-    assert [joined.where(i) for i in range(3)] == [whole.where(row) for row in (7, 0, 4)]
+    assert [joined.locate(i) for i in range(3)] == [whole.locate(row) for row in (7, 0, 4)]
     assert (list(joined.labels), len(joined.sizes)) == ([2, 0, 1], 3)
     for index, row in enumerate((7, 0, 4)):
         assert np.array_equal(joined.pixels(index), whole.pixels(row))

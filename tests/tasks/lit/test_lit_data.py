@@ -72,7 +72,7 @@ def test_a_split_that_a_file_has_no_images_of_is_named_with_those_that_there_are
     with pytest.raises(
         DataError, match="no image of the split val, only of test, train; .* one that has val .--val-da"
     ):
-        open_pairs(replace(validated, place=str(tmp_path / "b" / "own.json"), val_place=tested.place))
+        open_pairs(replace(validated, location=str(tmp_path / "b" / "own.json"), val_location=tested.location))
     with pytest.raises(DataError, match=r"no image of the split val, only of test, train; .*'lit eval --split'"):
         open_split(tested, "val")
     with pytest.raises(DataError, match="--split all: .* has splits of its own"):
@@ -152,7 +152,7 @@ def test_without_own_images_some_are_held_out_alike_everywhere(tmp_path: Path) -
     write_caption_table(tmp_path / "turned.csv", [(name, f"sentence {name}") for name in reversed(names)])
     again = open_pairs(CaptionSource(str(tmp_path / "turned.csv")))[1]
     assert {again.key(index) for index in again.labels} == held
-    assert len(open_pairs(CaptionSource(source.place, val_fraction=0.5))[1].captions) == 20
+    assert len(open_pairs(CaptionSource(source.location, val_fraction=0.5))[1].captions) == 20
     with pytest.raises(DataError, match="too few to hold some out"):
         open_pairs(CaptionSource(str(write_caption_table(tmp_path / "two.csv", [("0.png", "a"), ("1.png", "b")]))))
 

@@ -88,14 +88,14 @@ def test_another_table_with_images_of_the_training_is_called_so(finished: tuple[
 def facts_of(source: CaptionSource, **data: Any) -> Json:
     train_part, val = open_pairs(source)
     prints = {"train": data_fingerprint(train_part), "val": data_fingerprint(val)}
-    return {"config": {"data": merge({"source": source.place}, data)}, "data": prints}
+    return {"config": {"data": merge({"source": source.location}, data)}, "data": prints}
 
 
 def test_pairs_to_validate_from_elsewhere_are_the_runs_own(tmp_path: Path) -> None:
     names = write_png_images(tmp_path, 8)
     first = write_caption_table(tmp_path / "first.csv", [(name, "a") for name in names[:6]])
     second = write_caption_table(tmp_path / "second.csv", [(name, "b") for name in names[6:]])
-    facts = facts_of(CaptionSource(str(first), val_place=str(second)), val_source=str(second))
+    facts = facts_of(CaptionSource(str(first), val_location=str(second)), val_source=str(second))
     part, said = open_part(CaptionSource(str(first)), None, facts)
     assert ([part.key(i) for i in range(2)], said) == (names[6:], "the pairs that the run held out")
     whole, said = open_part(CaptionSource(str(second)), None, facts)
