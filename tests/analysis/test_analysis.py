@@ -69,9 +69,9 @@ def test_attention_without_preference_is_as_far_as_uniform_attention(pool: str) 
         block.attn.qkv.weight.data.zero_()
     centres = [(row * 8, column * 8) for row in range(4) for column in range(3)]
     by_hand = np.mean([math.dist(centre, other) for centre in centres for other in centres])
-    seen = record_activations(model, [noise_images()])
-    assert seen.uniform == pytest.approx(by_hand)
-    np.testing.assert_allclose(seen.distances, np.full((4, 2), by_hand), rtol=1e-6)
+    observed = record_activations(model, [noise_images()])
+    assert observed.uniform == pytest.approx(by_hand)
+    np.testing.assert_allclose(observed.distances, np.full((4, 2), by_hand), rtol=1e-6)
     assert uniform_distance((14, 14), (16, 16)) == pytest.approx(117, abs=1)
 
 
@@ -99,34 +99,34 @@ def test_attention_to_oneself_is_no_distance_away_and_to_a_neighbour_one_patch()
 
 def test_attention_matches_the_heads_and_the_network_is_unchanged() -> None:
     model, pixels = network(pool="gap"), noise_images(2)
-    before = model.forward_features(model.normalize(pixels))
-    seen = record_activations(model, [pixels[:1], pixels[1:]])
+    initial = model.forward_features(model.normalize(pixels))
+    observed = record_activations(model, [pixels[:1], pixels[1:]])
     assert [block.attn.fused_attn for block in model.blocks] == [True] * 4
-    assert torch.equal(model.forward_features(model.normalize(pixels)), before)
+    assert torch.equal(model.forward_features(model.normalize(pixels)), initial)
     block = model.blocks[0]
     x = model.patch_embed(model.normalize(pixels)) + model.pos_embed
     q, k, _ = block.attn.qkv(block.norm1(x)).detach().double().view(2, 12, 3, 2, 32).unbind(2)
     weight = torch.einsum("bqhd,bkhd->bhqk", q, k).div(math.sqrt(32)).softmax(-1)
     centres = torch.cartesian_prod(torch.arange(4.0) * 8, torch.arange(3.0) * 8).double()
     far = (centres[:, None] - centres).norm(dim=-1)
-    np.testing.assert_allclose(seen.distances[0], (weight * far).sum(-1).mean((0, 2)), rtol=1e-5)
+    np.testing.assert_allclose(observed.distances[0], (weight * far).sum(-1).mean((0, 2)), rtol=1e-5)
 
 
 def test_lengths_of_tokens_are_measured_at_every_position() -> None:
     model, pixels = network("post_posemb"), noise_images(2)
     model.cls_token.data.fill_(0.5)
-    seen = {length.stage: length for length in record_activations(model, [pixels]).lengths}
-    assert list(seen) == ["stem", "with positions", "block 1", "block 2", "block 3", "block 4", "final norm"]
+    observed = {length.stage: length for length in record_activations(model, [pixels]).lengths}
+    assert list(observed) == ["stem", "with positions", "block 1", "block 2", "block 3", "block 4", "final norm"]
     with torch.no_grad():
         stem = model.patch_embed(model.normalize(pixels))
         final = model.forward_features(model.normalize(pixels))
-    assert seen["stem"].class_token is None
-    assert seen["stem"].mean == pytest.approx(float(stem.norm(dim=-1).mean()), rel=1e-5)
-    assert seen["with positions"].class_token == pytest.approx(0.5 * 8)
-    assert seen["final norm"].mean == pytest.approx(float(final[:, 1:].norm(dim=-1).mean()), rel=1e-5)
-    assert seen["final norm"].class_token == pytest.approx(float(final[:, 0].norm(dim=-1).mean()), rel=1e-5)
-    assert seen["with positions"].mean == pytest.approx(8, rel=1e-3)  # a norm comes after them in this stem
-    one = seen["stem"]
+    assert observed["stem"].class_token is None
+    assert observed["stem"].mean == pytest.approx(float(stem.norm(dim=-1).mean()), rel=1e-5)
+    assert observed["with positions"].class_token == pytest.approx(0.5 * 8)
+    assert observed["final norm"].mean == pytest.approx(float(final[:, 1:].norm(dim=-1).mean()), rel=1e-5)
+    assert observed["final norm"].class_token == pytest.approx(float(final[:, 0].norm(dim=-1).mean()), rel=1e-5)
+    assert observed["with positions"].mean == pytest.approx(8, rel=1e-3)  # a norm comes after them in this stem
+    one = observed["stem"]
     assert one.low < one.mean < one.high < one.largest
     assert one.largest == pytest.approx(float(stem.norm(dim=-1).max()))
 
@@ -142,8 +142,8 @@ def test_explained_variance_matches_a_least_squares_fit(stem: str) -> None:
     columns = {"brightness": patches.mean(1), "contrast": patches.std(1)}
     for name, kept in {**{name: [name] for name in columns}, "both": list(columns)}.items():
         x = np.stack([np.ones(36), *(columns[one] for one in kept)], 1)
-        _, rest, *_ = np.linalg.lstsq(x, tokens, rcond=None)
-        expected = 1 - rest.sum() / ((tokens - tokens.mean(0)) ** 2).sum()
+        _, remaining, *_ = np.linalg.lstsq(x, tokens, rcond=None)
+        expected = 1 - remaining.sum() / ((tokens - tokens.mean(0)) ** 2).sum()
         assert shares[name] == pytest.approx(expected, rel=1e-6)
 
 
@@ -166,11 +166,11 @@ def test_filters_are_the_principal_components_of_the_projection() -> None:
     set_stem_norm(model)
     weight = (model.patch_embed.proj.weight * first_norm_maps(model)["scale"]).detach().double()
     library = PCA(5).fit(weight.flatten(1).numpy())
-    found = principal_filters(model, 5)
-    np.testing.assert_allclose(found.shares, library.explained_variance_ratio_, rtol=1e-9)
-    cosine = (found.patterns.flatten(1) * torch.from_numpy(library.components_)).sum(1)
+    actual = principal_filters(model, 5)
+    np.testing.assert_allclose(actual.shares, library.explained_variance_ratio_, rtol=1e-9)
+    cosine = (actual.patterns.flatten(1) * torch.from_numpy(library.components_)).sum(1)
     np.testing.assert_allclose(cosine.abs(), 1, rtol=1e-9)
-    assert (found.patterns.flatten(1).amax(1) >= -found.patterns.flatten(1).amin(1)).all()
+    assert (actual.patterns.flatten(1).amax(1) >= -actual.patterns.flatten(1).amin(1)).all()
 
 
 def test_singular_values_with_and_without_the_scale() -> None:
@@ -186,15 +186,15 @@ def test_singular_values_with_and_without_the_scale() -> None:
 
 def test_similarity_of_positions_is_their_cosine() -> None:
     model = network()
-    found = position_similarity(model, most=2)
-    assert (found.rows, found.columns) == ([0, 3], [0, 2])
+    actual = position_similarity(model, most=2)
+    assert (actual.rows, actual.columns) == ([0, 3], [0, 2])
     table = cosine_similarity(model.pos_embed[0].detach().numpy())
-    np.testing.assert_allclose(found.maps[1, 0].flatten(), table[9], rtol=1e-5)
+    np.testing.assert_allclose(actual.maps[1, 0].flatten(), table[9], rtol=1e-5)
     centres = [(row, column) for row in range(4) for column in range(3)]
     far = np.array([[math.dist(centre, other) for other in centres] for centre in centres])
     rings = [far.astype(int) == ring for ring in range(4)]
-    np.testing.assert_allclose(found.profile, [table[ring].mean() for ring in rings], rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(found.distance, [far[ring].mean() for ring in rings], rtol=1e-9)
+    np.testing.assert_allclose(actual.profile, [table[ring].mean() for ring in rings], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(actual.distance, [far[ring].mean() for ring in rings], rtol=1e-9)
 
 
 def test_a_dpn_stem_sees_no_light_and_amplifies_a_little_noise() -> None:

@@ -207,9 +207,9 @@ def test_configs_are_listed_with_paper_table_and_number() -> None:
     for name in shipped_configs():
         about = read_config(name)["about"]
         assert all(about[key] in listed for key in ("paper", "table", "expected")), name
-    shown = yaml.safe_load(dpn("configs", "show", "vtab").stdout)
-    assert shown["schedule"]["steps"] == 2500
-    assert shown["runtime"]["micro_batch_size"] == "auto"
+    output = yaml.safe_load(dpn("configs", "show", "vtab").stdout)
+    assert output["schedule"]["steps"] == 2500
+    assert output["runtime"]["micro_batch_size"] == "auto"
 
 
 def test_print_config_shows_the_resolved_config() -> None:
@@ -245,9 +245,9 @@ def test_print_config_shows_the_resolved_config() -> None:
         "64",
         "--print-config",
     )
-    shown = yaml.safe_load(printed.stdout)
-    assert (shown["backbone"]["arch"], shown["lrs"], shown["optim"]["clip_norm"]) == ("B/16", [0.1], None)
-    assert (shown["runtime"]["compile"], shown["batch_size"], shown["data"]["source"]) == (True, 64, "x")
+    output = yaml.safe_load(printed.stdout)
+    assert (output["backbone"]["arch"], output["lrs"], output["optim"]["clip_norm"]) == ("B/16", [0.1], None)
+    assert (output["runtime"]["compile"], output["batch_size"], output["data"]["source"]) == (True, 64, "x")
 
 
 PLAIN = str(GOLDENS / "vit_tok_repsize.params.npz")
@@ -289,6 +289,6 @@ def test_wrong_commands_end_with_one_line_and_their_code(
 
 
 def test_an_unknown_command_names_the_nearest() -> None:
-    done = dpn("finetune", "vtb")
-    assert done.returncode == 2
-    assert "vtab" in done.stderr
+    process = dpn("finetune", "vtb")
+    assert process.returncode == 2
+    assert "vtab" in process.stderr

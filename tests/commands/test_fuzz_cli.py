@@ -295,9 +295,9 @@ def test_every_command_has_a_good_line(world: dict[str, str], here: Path) -> Non
     """The lines that hostile values are put into are not mistakes themselves."""
     assert set(GOOD) == set(COMMANDS)
     for command, arguments in GOOD.items():
-        done = told([*command.split(), *arguments], world, here)
-        lacks = command == "segment ade20k" or "needs TensorFlow Datasets" in done.stderr
-        assert done.exit_code == 0 or STOPPED in done.stderr or lacks, done.stderr
+        process = told([*command.split(), *arguments], world, here)
+        lacks = command == "segment ade20k" or "needs TensorFlow Datasets" in process.stderr
+        assert process.exit_code == 0 or STOPPED in process.stderr or lacks, process.stderr
 
 
 def values_of(option: str) -> list[str]:
@@ -320,8 +320,8 @@ def test_each_option_with_a_hostile_value(command: str, world: dict[str, str], h
     # Where a config can be printed, that is the quick way through all options.
     printed = ["--print-config"] if any(one.name == "print_config" for one in COMMANDS[command]) else []
     for option, value in options_of(command):
-        rest = [option, value] if option.startswith("--") else [value]
-        told([*command.split(), *GOOD[command], *rest, *printed], world, here)
+        remaining = [option, value] if option.startswith("--") else [value]
+        told([*command.split(), *GOOD[command], *remaining, *printed], world, here)
 
 
 @st.composite

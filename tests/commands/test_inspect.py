@@ -107,11 +107,11 @@ def test_plots_that_a_network_lacks_are_skipped_and_reported(
 ) -> None:
     model = load_backbone("nano/8", stem=stem, image_size=(32, 24), **others)
     model.eval()
-    found = examine("it", model, [noise_images()])
-    assert bool(found.left_out) == (message is not None)
-    assert message is None or any(message in line for line in found.left_out)
-    json.dumps(found.to_dict(), allow_nan=False)
-    charts = {part.name: part for section in sections_of([found]) for part in section.parts if isinstance(part, Chart)}
+    actual = examine("it", model, [noise_images()])
+    assert bool(actual.left_out) == (message is not None)
+    assert message is None or any(message in line for line in actual.left_out)
+    json.dumps(actual.to_dict(), allow_nan=False)
+    charts = {part.name: part for section in sections_of([actual]) for part in section.parts if isinstance(part, Chart)}
     assert ("first_norm_scale" in charts) == (stem in ("rms", "affine_only"))
     assert all(len(chart.rows()) > 1 for chart in charts.values())
 

@@ -31,10 +31,10 @@ NAMES = (RED, TITLE, BOLD, LINES, "\u202eback", "plain")
 SHOWN = (r"\x1b[31mred", r"\x1b]0;owned\x07", "[bold]b", r"c\nd\r\x85", r"\u202eback", "plain")
 
 
-def harmless(done: Result) -> str:
+def harmless(process: Result) -> str:
     """Return what a command printed, which holds no control character but the ends of lines."""
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    text = done.stdout + done.stderr
+    assert process.exception is None or isinstance(process.exception, SystemExit), process.exception
+    text = process.stdout + process.stderr
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e]", text), repr(text)
     return text
 
@@ -89,7 +89,7 @@ def test_classes_and_files_of_predict(classifier: Path) -> None:
     output = json.loads(
         run_dpn("predict", str(classifier / "weights.safetensors"), str(classifier / "photos"), "--json").stdout
     )
-    assert {guess["name"] for one in output for guess in one["classes"]} <= set(NAMES)
+    assert {prediction["name"] for one in output for prediction in one["classes"]} <= set(NAMES)
 
 
 def test_classes_of_eval_and_names_in_its_errors(classifier: Path) -> None:
@@ -122,9 +122,9 @@ def test_tensors_of_inspect(tmp_path: Path) -> None:
 
 
 def predictions(results: list[dict[str, Any]]) -> Predictions:
-    found = Predictions([Path(result["image"]) for result in results], PredictionFiles(), Console())
-    found.results += results
-    return found
+    actual = Predictions([Path(result["image"]) for result in results], PredictionFiles(), Console())
+    actual.results += results
+    return actual
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -132,8 +132,8 @@ def test_labels_and_images_of_lit(name: str, monkeypatch: pytest.MonkeyPatch) ->
     from tasks.lit import predict, search
 
     shown = printable(name)
-    found = {"image": name, "labels": [{"label": name, "probability": 1.0, "cosine": 0.5}]}
-    monkeypatch.setattr(predict, "predict", lambda *_, **__: predictions([found]))
+    actual = {"image": name, "labels": [{"label": name, "probability": 1.0, "cosine": 0.5}]}
+    monkeypatch.setattr(predict, "predict", lambda *_, **__: predictions([actual]))
     monkeypatch.setattr(search, "search", lambda *_, **__: predictions([{"image": name, "cosine": 0.5}]))
     text = harmless(run_dpn("lit", "predict", "run", "x.jpg", "--labels", "a"))
     assert text.splitlines()[0] == shown

@@ -106,12 +106,12 @@ def test_values_are_read_as_people_write_them() -> None:
 
 
 def test_the_augmentation_of_tasks_is_changed_one_by_one() -> None:
-    usual = vtab_config().data.augment
-    assert (usual["svhn"], usual["dsprites_loc"], usual["kitti"]) == (("crop", "flip"), (), ("flip",))
+    default = vtab_config().data.augment
+    assert (default["svhn"], default["dsprites_loc"], default["kitti"]) == (("crop", "flip"), (), ("flip",))
     changed = vtab_config(from_settings(["data.augment.kitti=flip,crop", "data.augment.svhn=[]"])).data.augment
-    assert changed == {**usual, "kitti": ("crop", "flip"), "svhn": ()}
+    assert changed == {**default, "kitti": ("crop", "flip"), "svhn": ()}
     # A whole config of real data may be laid over the demo's: its usual values say nothing of the demo's tasks.
-    demo = vtab_config({"data": {"source": "demo", "augment": usual}}).data.augment
+    demo = vtab_config({"data": {"source": "demo", "augment": default}}).data.augment
     assert demo == {"demo_color": ("flip",), "demo_light": (), "demo_count": ("flip",), "demo_position": ()}
 
 

@@ -44,17 +44,17 @@ TASKS: dict[str, tuple[Warmup, int, int]] = {
 
 @pytest.mark.parametrize("task", TASKS)
 def test_only_a_shorter_training_has_a_shorter_warmup_and_it_is_logged(task: str) -> None:
-    warmup, usual, steps = TASKS[task]
+    warmup, default, steps = TASKS[task]
     said: list[str] = []
     # The paper's 93,000 and 930,000 steps have the warm-up of 92,897 (arXiv 2302.01327 §5.1, App. C).
     for longer in (steps, steps + 103, 10 * steps + 1030):
-        assert warmup(longer, said.append) == usual
+        assert warmup(longer, said.append) == default
     assert said == []
-    assert warmup(steps // 10, said.append) == steps // 10 * usual // steps
+    assert warmup(steps // 10, said.append) == steps // 10 * default // steps
     (line,) = said
     assert line == (
         f"{steps // 10:,} steps instead of the config's {steps:,}: "
-        f"warmup scaled from {usual:,} to {steps // 10 * usual // steps:,}"
+        f"warmup scaled from {default:,} to {steps // 10 * default // steps:,}"
     )
 
 

@@ -48,17 +48,17 @@ def _keys(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type
 @contextmanager
 def _reads() -> Iterator[set[tuple[type, str]]]:
     """Collect which keys of which sections the program reads."""
-    seen: set[tuple[type, str]] = set()
+    observed: set[tuple[type, str]] = set()
     original = Section.__getattribute__
 
     def noting(section: Section, name: str) -> Any:
         if name in type(section).__dict__.get("__pydantic_fields__", {}):
-            seen.add((type(section), name))
+            observed.add((type(section), name))
         return original(section, name)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Section, "__getattribute__", noting, raising=False)
-        yield seen
+        yield observed
 
 
 # What the second training of a task has, to read the keys of what the first one does not do.
@@ -98,7 +98,7 @@ def test_a_training_reads_every_key(task: str, digits: Path, photos: Path, tmp_p
     missing = []
     for key, section, name in _keys(SCHEMAS[task]):
         known = key.startswith(elsewhere) or key in REFUSED.get(task, {})
-        if not known and not any(issubclass(section, each) and name == field for each, field in seen):
+        if not known and not any(issubclass(section, item) and name == field for item, field in seen):
             missing.append(key)
     assert sorted(missing) == sorted(UNREAD.get(task, ())), missing
 
@@ -135,7 +135,7 @@ def test_every_key_of_a_network_is_an_argument_of_its_loader() -> None:
 
 
 def test_every_key_of_a_schedule_moves_the_learning_rate() -> None:
-    usual: dict[str, Any] = {"steps": 20, "warmup": 2}
+    default: dict[str, Any] = {"steps": 20, "warmup": 2}
     changes: list[tuple[str, Any, str]] = [
         ("steps", 30, "cosine"),
         ("warmup", 4, "cosine"),
@@ -151,7 +151,7 @@ def test_every_key_of_a_schedule_moves_the_learning_rate() -> None:
     assert {key for key, _, _ in changes} == set(Schedule.model_fields)
     for key, value, decay in changes:
         curves = [
-            [lr_factor(Schedule(**{**usual, "decay": decay, **more}), step) for step in range(20)]
+            [lr_factor(Schedule(**{**default, "decay": decay, **more}), step) for step in range(20)]
             for more in ({}, {key: value})
         ]
         assert curves[0] != curves[1], key
@@ -269,8 +269,8 @@ def test_a_changed_key_changes_the_weights_after_two_steps(
     task: str, key: str, two_steps: Callable[[str, dict[str, Any]], dict[str, Tensor]]
 ) -> None:
     value, beside = CHANGES[key]
-    before, after = two_steps(task, beside), two_steps(task, {**beside, key: value})
-    equal = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    initial, final = two_steps(task, beside), two_steps(task, {**beside, key: value})
+    equal = initial.keys() == final.keys() and all(torch.equal(initial[name], final[name]) for name in initial)
     assert not equal
 
 

@@ -58,10 +58,10 @@ CASES = [(command, label) for command, (_, lines) in COMMANDS.items() for label 
 
 def _help(command: str) -> dict[str, str]:
     """The help of every option of a command, by its first name."""
-    found: Any = typer.main.get_command(app)
+    actual: Any = typer.main.get_command(app)
     for word in command.split():
-        found = found.commands[word]
-    return {parameter.opts[0]: parameter.help for parameter in found.params if parameter.opts[0].startswith("--")}
+        actual = actual.commands[word]
+    return {parameter.opts[0]: parameter.help for parameter in actual.params if parameter.opts[0].startswith("--")}
 
 
 def _said(text: str, label: str) -> str:
@@ -93,17 +93,17 @@ def test_help_shows_the_defaults_of_print_config(
         name, _, opposite = key.flag.names[0].partition("/")
         if key.name in training.without or name in given:
             continue
-        said, value = _said(told[name], label), _value(printed, key.name)
-        if said == "counted from the epochs":
+        message, value = _said(told[name], label), _value(printed, key.name)
+        if message == "counted from the epochs":
             assert printed["epochs"] is not None
         elif value is None or value == []:
-            assert said in key.flag.unset, (name, said)
+            assert message in key.flag.unset, (name, message)
         elif isinstance(value, bool):
-            assert said == ((name if value else opposite or "no").removeprefix("--")), (name, said, value)
+            assert message == ((name if value else opposite or "no").removeprefix("--")), (name, message, value)
         elif isinstance(value, list):
-            assert [yaml.safe_load(part) for part in said.split(",")] == pytest.approx(value), name
+            assert [yaml.safe_load(part) for part in message.split(",")] == pytest.approx(value), name
         else:
-            assert said == value or float(said) == pytest.approx(value), (name, said, value)
+            assert message == value or float(message) == pytest.approx(value), (name, message, value)
 
 
 def _all(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -139,10 +139,10 @@ READERS = (
 
 @pytest.mark.parametrize("command", READERS)
 def test_commands_that_read_images_have_the_same_options(command: str) -> None:
-    found: Any = typer.main.get_command(app)
+    actual: Any = typer.main.get_command(app)
     for word in command.split():
-        found = found.commands[word]
-    names = {name for parameter in found.params for name in parameter.opts}
+        actual = actual.commands[word]
+    names = {name for parameter in actual.params for name in parameter.opts}
     assert {"-q", "-j", "--decode", "--max-pixels"} <= names
     assert ("-b" in names) == (command not in {"inspect", "data pack"})
     assert ({"--csv", "--html"} <= names) == command.endswith("predict")
@@ -154,11 +154,11 @@ class _Trial(Section):
 
 
 def test_an_option_is_one_field() -> None:
-    seen: list[dict[str, Any]] = []
+    observed: list[dict[str, Any]] = []
     small = typer.Typer()
 
     def command(**arguments: Any) -> None:
-        seen.append(arguments)
+        observed.append(arguments)
 
     variants = [Variant("", {}), Variant("demo", {"rate": 0.25}), Variant("own", {"rate": None})]
     keys = list(keys_of(_Trial))
@@ -169,4 +169,4 @@ def test_an_option_is_one_field() -> None:
     for line in ([], ["-r", "0.125"], ["--no-fast"]):
         assert CliRunner().invoke(small, line).exit_code == 0
     none = {"rate": None, "fast": None}
-    assert seen == [none, {**none, "rate": 0.125}, {**none, "fast": False}]
+    assert observed == [none, {**none, "rate": 0.125}, {**none, "fast": False}]

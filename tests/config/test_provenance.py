@@ -118,8 +118,8 @@ def test_show_prints_values_with_sources_and_stays_a_config(name: str, tmp_path:
     assert result.exit_code == 0, result.output
     (tmp_path / "shown.yaml").write_text(result.stdout)
     schema = schema_of(read_config(name), name)
-    again = read_config(str(tmp_path / "shown.yaml"))
-    assert build(schema, again, "shown") == build(schema, read_config(name), name)
+    second = read_config(str(tmp_path / "shown.yaml"))
+    assert build(schema, second, "shown") == build(schema, read_config(name), name)
     for key, source in read_sources(name, schema).items():
         own = key.rpartition(".")[2]
         assert [line for line in result.stdout.splitlines() if f"{own}:" in line and f"# {source.comment()}" in line], (
@@ -128,8 +128,8 @@ def test_show_prints_values_with_sources_and_stays_a_config(name: str, tmp_path:
 
 
 def test_show_prints_the_papers_value_where_it_differs() -> None:
-    shown = run_dpn("configs", "show", "highres").stdout.splitlines()
-    lines = [" ".join(line.split()) for line in shown]
+    output = run_dpn("configs", "show", "highres").stdout.splitlines()
+    lines = [" ".join(line.split()) for line in output]
     assert "state_dtype: float32 # App. D (big_vision.momentum_hp); paper: bfloat16" in lines
     assert "lr: 0.03 # App. D" in lines
     assert "eval_batch_size: 64 # default" in lines
@@ -185,8 +185,8 @@ def test_a_config_of_the_paper_differs_where_its_sources_state_it(name: str, ent
     ],
 )
 def test_a_changed_value_is_listed_with_the_papers(name: str, changes: dict[str, Any], entry: str) -> None:
-    (found,) = [each for each in values(name, **changes) if each not in values(name)]
-    assert found.startswith(entry)
+    (actual,) = [item for item in values(name, **changes) if item not in values(name)]
+    assert actual.startswith(entry)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_other_epochs_stand_for_the_steps_that_follow_from_them() -> None:
     ],
 )
 def test_differences_that_no_value_shows_are_sentences(name: str, words: list[str]) -> None:
-    sentences = [each for each in differences(config_of(name), "fp32") or () if "(paper: " not in each]
+    sentences = [item for item in differences(config_of(name), "fp32") or () if "(paper: " not in item]
     assert all(any(word in sentence for sentence in sentences) for word in words)
 
 

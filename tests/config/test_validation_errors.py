@@ -53,9 +53,9 @@ def test_every_wrong_value_of_every_field_is_named_with_the_allowed_values(name:
             layer: Any = value
             for part in reversed(path):
                 layer = {part: layer}
-            whole = {**shipped, path[0]: layer[path[0]]} if len(path) == 1 else merge(shipped, layer)
+            full = {**shipped, path[0]: layer[path[0]]} if len(path) == 1 else merge(shipped, layer)
             try:
-                build(schema, whole, "config")
+                build(schema, full, "config")
             except DpnError as error:
                 refused += 1
                 text = str(error)

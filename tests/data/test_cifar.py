@@ -71,8 +71,8 @@ def write(root: Path, layout: Any, each: int = 4) -> Path:
         images = rng.integers(0, 256, (each, 3072), dtype=np.uint8)
         labels, coarse = rng.integers(0, classes, each).tolist(), rng.integers(0, 20, each).tolist()
         if layout.labels is None:
-            before = np.array([labels] if classes == 10 else [coarse, labels], dtype=np.uint8).T
-            (folder / file).write_bytes(np.concatenate([before, images], axis=1).tobytes())
+            initial = np.array([labels] if classes == 10 else [coarse, labels], dtype=np.uint8).T
+            (folder / file).write_bytes(np.concatenate([initial, images], axis=1).tobytes())
         else:
             table = {"data": images, layout.labels: labels, "coarse_labels": coarse, "batch_label": "one of 5"}
             (folder / file).write_bytes(pickled(table))
@@ -97,23 +97,23 @@ def theirs(root: Path, layout: Any, train: bool) -> Any:
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_images_labels_and_names_are_torchvisions(layout: Any, split: str, tmp_path: Path) -> None:
     write(tmp_path, layout)
-    found = find_cifar(tmp_path)
-    assert found == (tmp_path / layout.folder, layout) == find_cifar(tmp_path / layout.folder)
-    ours, reference = CifarImages(*found, split), theirs(tmp_path, layout, split == "train")
-    assert list(ours.labels) == reference.targets
-    assert list(ours.classes) == reference.classes
-    assert np.array_equal(np.stack([ours.pixels(index) for index in range(len(ours.labels))]), reference.data)
-    last = len(ours.labels) - 1
-    assert ours.locate(last) == f"{tmp_path / layout.folder / layout.files[split][-1]}, image 3"
-    assert len({ours.key(index) for index in range(last + 1)}) == last + 1
+    result = find_cifar(tmp_path)
+    assert result == (tmp_path / layout.folder, layout) == find_cifar(tmp_path / layout.folder)
+    actual, reference = CifarImages(*result, split), theirs(tmp_path, layout, split == "train")
+    assert list(actual.labels) == reference.targets
+    assert list(actual.classes) == reference.classes
+    assert np.array_equal(np.stack([actual.pixels(index) for index in range(len(actual.labels))]), reference.data)
+    last = len(actual.labels) - 1
+    assert actual.locate(last) == f"{tmp_path / layout.folder / layout.files[split][-1]}, image 3"
+    assert len({actual.key(index) for index in range(last + 1)}) == last + 1
 
 
 @pytest.mark.parametrize(("layout", "in_bytes"), [(TEN, TEN_BYTES), (HUNDRED, HUNDRED_BYTES)])
 def test_the_form_in_bytes_holds_the_same(layout: Any, in_bytes: Any, tmp_path: Path) -> None:
-    for each in (layout, in_bytes):
-        write(tmp_path / each.folder, each)
+    for item in (layout, in_bytes):
+        write(tmp_path / item.folder, item)
     for split in ("train", "val"):
-        one, other = (CifarImages(tmp_path / each.folder / each.folder, each, split) for each in (layout, in_bytes))
+        one, other = (CifarImages(tmp_path / item.folder / item.folder, item, split) for item in (layout, in_bytes))
         assert (list(one.labels), one.classes) == (list(other.labels), other.classes)
         assert all(np.array_equal(one.pixels(index), other.pixels(index)) for index in range(len(one.labels)))
         reloaded = pickle.loads(pickle.dumps(other))  # as a process that decodes gets it
@@ -206,13 +206,13 @@ def test_the_update_equals_torchs_adam_and_cosine() -> None:
     config = config_of("cifar10")
     schedule = config.schedule.model_copy(update={"steps": 8})
     start = [torch.linspace(-1, 1, 6).reshape(2, 3), torch.linspace(0.5, 1, 3)]
-    ours, others = ([torch.nn.Parameter(value.clone()) for value in start] for _ in range(2))
-    optimizer = build_optimizer([("fc.weight", ours[0]), ("norm.weight", ours[1])], config.optim, config.peak_lr)
+    actual, others = ([torch.nn.Parameter(value.clone()) for value in start] for _ in range(2))
+    optimizer = build_optimizer([("fc.weight", actual[0]), ("norm.weight", actual[1])], config.optim, config.peak_lr)
     adam = torch.optim.Adam(others, lr=1e-3, betas=(0.9, 0.999), weight_decay=5e-5)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adam, T_max=8, eta_min=1e-5)
     for step in range(8):
         set_lr(optimizer, config.peak_lr * lr_factor(schedule, step))
-        for parameters in (ours, others):
+        for parameters in (actual, others):
             for number, parameter in enumerate(parameters):
                 parameter.grad = (
                     torch.sin(step + number + torch.arange(float(parameter.numel()))).view_as(parameter) * 1e-4
@@ -220,7 +220,7 @@ def test_the_update_equals_torchs_adam_and_cosine() -> None:
         for update in (optimizer, adam):
             update.step()
         cosine.step()
-    for one, other in zip(ours, others, strict=True):
+    for one, other in zip(actual, others, strict=True):
         torch.testing.assert_close(one, other, atol=1e-8, rtol=1e-6)
     with pytest.raises(ValueError, match="decay_unit .gradient.: belongs to torch's optimizers"):
         Optim(decay_unit="gradient", state_dtype="bfloat16")
@@ -229,11 +229,11 @@ def test_the_update_equals_torchs_adam_and_cosine() -> None:
 def test_decay_in_the_gradient_moves_momentum_as_torchs_sgd() -> None:
     weight, other = (torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2))
     optim = Optim(name="momentum", weight_decay=0.1, decay_unit="gradient")
-    ours = build_optimizer([("fc.weight", weight)], optim, 0.1)
+    actual = build_optimizer([("fc.weight", weight)], optim, 0.1)
     sgd = torch.optim.SGD([other], lr=0.1, momentum=0.9, weight_decay=0.1)
     for _ in range(3):
         weight.grad, other.grad = torch.ones(2, 2), torch.ones(2, 2)
-        ours.step()
+        actual.step()
         sgd.step()
     torch.testing.assert_close(weight, other)
 
@@ -242,8 +242,8 @@ def test_images_match_torchvisions_augmentation(tmp_path: Path) -> None:
     config = config_of("cifar10", write(tmp_path, TEN), batch_size=8, backbone={"arch": "mu/8", "image_size": 48})
     data = open_data(config)
     model = training.load_network(config, 10)
-    alone = World(0, 1, torch.device("cpu"))
-    (batch,) = itertools.islice(training.training_batches(config, model, data, alone, workers=0)(2), 1)
+    single = World(0, 1, torch.device("cpu"))
+    (batch,) = itertools.islice(training.training_batches(config, model, data, single, workers=0)(2), 1)
     make = transforms.Compose(
         [
             RandomResizedCropAndInterpolation(48, interpolation="bilinear"),

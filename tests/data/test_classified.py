@@ -52,8 +52,8 @@ def test_the_splits_are_a_rule_and_not_a_draw(tmp_path: Path) -> None:
     # Another folder beside the classes changes nothing, and neither does another machine's path.
     moved = tmp_path / "elsewhere"
     root.rename(moved)
-    again = open_class_data(ImageSource(str(moved), val_fraction=0.25), None)
-    assert {Path(w).name for w in places[2]} == {Path(again.val.locate(i)).name for i in range(10)}
+    second = open_class_data(ImageSource(str(moved), val_fraction=0.25), None)
+    assert {Path(w).name for w in places[2]} == {Path(second.val.locate(i)).name for i in range(10)}
 
 
 # Six names by their SHA-256, as sha256sum gives it: 0ab4, 4b61, 5844, 6172, 6b7d, 827d.
@@ -76,14 +76,14 @@ def test_labels_and_their_order_are_in_a_fingerprint(tmp_path: Path) -> None:
     write_class_folders(tmp_path, classes=2, each=2)
     split = ClassFolders(tmp_path)
     split.sizes = [700] * 4
-    whole = fingerprint(split)
+    full = fingerprint(split)
     for labels in ([1, 1, 0, 0], [0, 1, 0, 1], [0, 0, 1, 2]):
         split.labels = labels
-        assert fingerprint(split) != whole
+        assert fingerprint(split) != full
     split.labels = [0, 0, 1, 1]
-    assert fingerprint(split) == whole
+    assert fingerprint(split) == full
     split.sizes = [700, 700, 700, 701]
-    assert fingerprint(split) != whole
+    assert fingerprint(split) != full
 
 
 def test_members_of_one_name_in_two_folders_of_a_shard_are_two(tmp_path: Path) -> None:
@@ -105,8 +105,8 @@ def test_a_class_of_one_image_stays_in_training(tmp_path: Path) -> None:
     write_class_folders(tmp_path, classes=2, each=4)
     for path in sorted((tmp_path / "class1").iterdir())[1:]:
         path.unlink()
-    rest, apart = hold_out(ClassFolders(tmp_path), 0.5)
-    assert list(rest.labels) == [0, 0, 1]
+    remaining, apart = hold_out(ClassFolders(tmp_path), 0.5)
+    assert list(remaining.labels) == [0, 0, 1]
     assert list(apart.labels) == [0, 0]
 
 
@@ -155,18 +155,18 @@ def hub(folder: Path, names: list[str] | None, image: str = "image", label: str 
 
 
 def test_a_hub_data_set_brings_its_classes_and_validation_split(tmp_path: Path) -> None:
-    place = hub(tmp_path / "set", ["cat", "dog"], "image", "kind")
-    data = open_class_data(ImageSource(place), 0.0)
+    folder = hub(tmp_path / "set", ["cat", "dog"], "image", "kind")
+    data = open_class_data(ImageSource(folder), 0.0)
     assert data.classes == ("cat", "dog")
     assert (len(data.train.labels), len(data.val.labels)) == (8, 4)
     assert data.val.pixels(1).shape == (10, 20, 3)
 
 
 def test_a_hub_data_set_without_a_class_column_asks_for_it(tmp_path: Path) -> None:
-    place = hub(tmp_path / "set", None, label="kind")
+    folder = hub(tmp_path / "set", None, label="kind")
     with pytest.raises(DataError, match=r"which column holds the label\? The columns are image, kind"):
-        open_class_data(ImageSource(place), None)
-    assert open_class_data(ImageSource(place, label_column="kind"), None).classes == ("0", "1")
+        open_class_data(ImageSource(folder), None)
+    assert open_class_data(ImageSource(folder, label_column="kind"), None).classes == ("0", "1")
 
 
 def test_shards_are_read_at_random(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ class Numbers(Dataset[Example]):
 
 
 def batches_of(length: int, count: int = 100) -> list[range]:
-    return [range(begin, begin + length) for begin in range(0, length * count, length)]
+    return [range(start, start + length) for start in range(0, length * count, length)]
 
 
 def opened(data: Numbers, batches: Any, workers: int) -> Any:
@@ -102,8 +102,8 @@ def several(loader: str, folder: ClassFolders, workers: int) -> list[Batch]:
         crops = SegmentAugmentation((16, 16), scale=(128, 64))
         made = segment_batches(ScenePairs(0, 7), RULE, crops, 5, 7, ALONE, workers=workers)(2)
     else:
-        how, seen = HOW[loader], list[int]()
-        made = crop_batches(folder, how, 18, 7, world, workers=workers, skip_bad=True, on_skip=seen.append)(2)
+        mode, observed = HOW[loader], list[int]()
+        made = crop_batches(folder, mode, 18, 7, world, workers=workers, skip_bad=True, on_skip=observed.append)(2)
     with closing(made) as chosen:
         return list(islice(chosen, 3))
 
@@ -113,13 +113,13 @@ def several(loader: str, folder: ClassFolders, workers: int) -> list[Batch]:
 def test_the_size_of_parts_changes_no_pixel(
     loader: str, workers: int, folder: ClassFolders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = several(loader, folder, 0)
-    assert max(len(batch["label"]) for batch in whole) > 4
+    full = several(loader, folder, 0)
+    assert max(len(batch["label"]) for batch in full) > 4
     for size in (4, 1) if workers else (4, 3, 1):
         monkeypatch.setattr(collate, "CHUNK_IMAGES", size)
         parts = several(loader, folder, workers)
-        assert len(parts) == len(whole)
-        for one, other in zip(parts, whole, strict=True):
+        assert len(parts) == len(full)
+        for one, other in zip(parts, full, strict=True):
             assert one.keys() == other.keys()
             for name in one:
                 assert one[name].dtype == other[name].dtype
@@ -226,16 +226,16 @@ def test_errors_of_the_thread_are_raised_to_the_user_of_batches(monkeypatch: pyt
 def test_loaders_report_the_size_of_their_images(
     loader: str, folder: ClassFolders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
+    calls: list[int] = []
 
     def noted(size: int, workers: int, ranks: int) -> int:
-        asked.append(size)
+        calls.append(size)
         return 4
 
     monkeypatch.setattr(collate, "chunk_size", noted)
     first = several(loader, folder, 0)[0]
     masks = first["label"].nbytes // len(first["label"]) if loader == "segment" else 0
-    assert asked == [first["image"].nbytes // len(first["image"]) + masks]
+    assert calls == [first["image"].nbytes // len(first["image"]) + masks]
 
 
 @pytest.mark.parametrize(

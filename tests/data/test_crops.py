@@ -24,9 +24,9 @@ from support.images import encode_jpeg, make_photo
 HOW: tuple[Decode, Decode] = ("exact", "fast")
 
 
-def close(ours: torch.Tensor, theirs: np.ndarray[Any, Any]) -> None:
+def close(actual: torch.Tensor, expected: np.ndarray[Any, Any]) -> None:
     """One grey level, where the exact value is next to a whole number: rounding noise decides which it is cut to."""
-    difference = (ours.permute(1, 2, 0).int() - torch.from_numpy(theirs).int()).abs()
+    difference = (actual.permute(1, 2, 0).int() - torch.from_numpy(expected).int()).abs()
     assert difference.max() <= 1
     assert (difference > 0).float().mean() < 0.25
 
@@ -39,16 +39,16 @@ def test_evaluation_crops_are_the_references(
     arrays = golden(name)
     if op not in arrays:
         pytest.skip("not recorded for this image")
-    theirs = np.round((arrays[op] + 1) * 127.5).astype(np.uint8)
-    close(eval_crop(arrays["in"], side, (size, size)), theirs)
+    expected = np.round((arrays[op] + 1) * 127.5).astype(np.uint8)
+    close(eval_crop(arrays["in"], side, (size, size)), expected)
 
 
 @pytest.mark.parametrize("name", ["preprocess_img0", "preprocess_img1", "preprocess_img2"])
 @pytest.mark.parametrize(("op", "side"), [("resize_small", 50), ("resize_small_down", 25)])
 def test_area_resizing_is_tensorflows(name: str, op: str, side: int, golden: Callable[[str], Arrays]) -> None:
     arrays = golden(name)
-    theirs = arrays[op]
-    close(eval_crop(arrays["in"], side, (theirs.shape[0], theirs.shape[1])), theirs)
+    expected = arrays[op]
+    close(eval_crop(arrays["in"], side, (expected.shape[0], expected.shape[1])), expected)
 
 
 @pytest.mark.parametrize("name", ["preprocess_img0", "preprocess_img1", "preprocess_img2"])
@@ -58,9 +58,9 @@ def test_area_weights_give_tensorflows_values_before_the_cut(name: str, golden: 
     new = scale_to_short_side((height, width), 50)
     tall = area_weights(height, new[0], 0, new[0]).mix(torch.from_numpy(arrays["in"].astype(np.float32)).flatten(1))
     wide = area_weights(width, new[1], 0, new[1]).mix(tall.view(new[0], width, 3).transpose(0, 1).flatten(1))
-    ours = wide.view(new[1], new[0], 3).transpose(0, 1)
-    theirs = torch.from_numpy(arrays["resize_small/float_before_cast"])
-    torch.testing.assert_close(ours[: len(theirs)], theirs, atol=2e-3, rtol=0)
+    actual = wide.view(new[1], new[0], 3).transpose(0, 1)
+    expected = torch.from_numpy(arrays["resize_small/float_before_cast"])
+    torch.testing.assert_close(actual[: len(expected)], expected, atol=2e-3, rtol=0)
 
 
 def test_a_flat_image_stays_flat() -> None:
@@ -70,10 +70,10 @@ def test_a_flat_image_stays_flat() -> None:
 
 def test_crops_of_the_recorded_boxes_are_the_references(golden: Callable[[str], Arrays]) -> None:
     arrays = golden("inception_crop_samples")
-    for (top, left, height, width), theirs in zip(
+    for (top, left, height, width), expected in zip(
         arrays["inception_crop/boxes"], arrays["inception_crop/out"], strict=True
     ):
-        close(resize(arrays["image"][top : top + height, left : left + width], (28, 28)), theirs)
+        close(resize(arrays["image"][top : top + height, left : left + width], (28, 28)), expected)
 
 
 def facts(boxes: np.ndarray[Any, Any]) -> Arrays:
@@ -93,11 +93,11 @@ def test_aspect_ratios_lie_between_big_visions_bounds() -> None:
 def test_boxes_are_drawn_from_tensorflows_distribution(size: tuple[int, int], golden: Callable[[str], Arrays]) -> None:
     recorded = golden("inception_crop_stats")[f"inception_crop/{size[0]}x{size[1]}/boxes"].astype(float)
     generator = torch.Generator().manual_seed(0)
-    ours = np.array([inception_box(size, generator) for _ in range(4000)], float)
+    actual = np.array([inception_box(size, generator) for _ in range(4000)], float)
     for name in ("area", "ratio", "height", "top", "left"):
-        assert scipy.stats.ks_2samp(facts(ours)[name], facts(recorded)[name]).pvalue > 0.001, name
+        assert scipy.stats.ks_2samp(facts(actual)[name], facts(recorded)[name]).pvalue > 0.001, name
     area = (recorded[:, 2] * recorded[:, 3]).mean() / np.prod(size)
-    assert (ours[:, 2] * ours[:, 3]).mean() / np.prod(size) == pytest.approx(area, abs=0.015)
+    assert (actual[:, 2] * actual[:, 3]).mean() / np.prod(size) == pytest.approx(area, abs=0.015)
     torchvisions = np.random.default_rng(0).uniform(0.05, 1, 4000)  # its area is uniform: the test must tell
     assert scipy.stats.ks_2samp(torchvisions, recorded[:, 2] * recorded[:, 3] / np.prod(size)).pvalue < 1e-6
 
@@ -114,7 +114,8 @@ def test_extreme_images_have_crops_inside_them(size: tuple[int, int]) -> None:
 
 def both(data: bytes, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     exact, fast = (
-        train_crop(Image.open(io.BytesIO(data)), "", (64, 64), torch.Generator().manual_seed(seed), how) for how in HOW
+        train_crop(Image.open(io.BytesIO(data)), "", (64, 64), torch.Generator().manual_seed(seed), mode)
+        for mode in HOW
     )
     return exact, fast
 
@@ -123,8 +124,8 @@ def test_fast_decoding_cuts_the_same_place_of_large_photographs() -> None:
     data = encode_jpeg(make_photo(1600, 1200), quality=95).getvalue()
     for seed in range(8):
         exact, fast = (
-            train_crop(Image.open(io.BytesIO(data)), "", (64, 64), torch.Generator().manual_seed(seed), how)
-            for how in ("exact", "fast")
+            train_crop(Image.open(io.BytesIO(data)), "", (64, 64), torch.Generator().manual_seed(seed), mode)
+            for mode in ("exact", "fast")
         )
         assert (exact.int() - fast.int()).abs().float().mean() < 4
     small = encode_jpeg(make_photo(100, 80)).getvalue()  # nothing to shrink: the same pixels
@@ -166,16 +167,16 @@ def test_odd_images_are_read_and_cropped(tmp_path: Path) -> None:
 
 
 def test_a_truncated_jpeg_is_an_error_with_its_place(tmp_path: Path) -> None:
-    whole = encode_jpeg(make_photo(200, 200)).getvalue()
-    (tmp_path / "cut.jpg").write_bytes(whole[: len(whole) // 2])
-    for how in HOW:
+    full = encode_jpeg(make_photo(200, 200)).getvalue()
+    (tmp_path / "cut.jpg").write_bytes(full[: len(full) // 2])
+    for mode in HOW:
         with pytest.raises(DataError, match=r"cut\.jpg: not a readable image .*truncated"):
             train_crop(
                 open_image(tmp_path / "cut.jpg", "cut.jpg"),
                 "cut.jpg",
                 (16, 16),
                 torch.Generator().manual_seed(0),
-                how,
+                mode,
             )
 
 

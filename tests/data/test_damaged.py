@@ -50,22 +50,22 @@ ALTERED: tuple[Callable[[str, Tensor], dict[str, Tensor]], ...] = (
 def alter(state: dict[str, Tensor], g: np.random.Generator) -> dict[str, Tensor]:
     """Rename, drop, add, retype or reshape one tensor of a state dict, or poison its values."""
     name = sorted(state)[int(g.integers(0, len(state)))]
-    rest = {key: kept for key, kept in state.items() if key != name}
-    return {**rest, **ALTERED[int(g.integers(0, len(ALTERED)))](name, state[name])}
+    remaining = {key: kept for key, kept in state.items() if key != name}
+    return {**remaining, **ALTERED[int(g.integers(0, len(ALTERED)))](name, state[name])}
 
 
 def to_bytes(state: dict[str, Tensor], container: str, folder: Path) -> bytes:
     path = folder / "whole"
-    whole = {name: value.contiguous() if value.numel() < 10**6 else value for name, value in state.items()}
+    full = {name: value.contiguous() if value.numel() < 10**6 else value for name, value in state.items()}
     if container == "safetensors":
-        small = {name: value if value.numel() < 10**6 else torch.zeros(7) for name, value in whole.items()}
+        small = {name: value if value.numel() < 10**6 else torch.zeros(7) for name, value in full.items()}
         save_file(small, path)
     elif container.startswith("torch"):
-        torch.save(whole, path, _use_new_zipfile_serialization=container == "torch")
+        torch.save(full, path, _use_new_zipfile_serialization=container == "torch")
     else:
         buffer = io.BytesIO()
         arrays: dict[str, Any] = {
-            n: (v.float() if v.dtype == torch.bfloat16 else v).numpy() for n, v in whole.items() if v.numel() < 10**6
+            n: (v.float() if v.dtype == torch.bfloat16 else v).numpy() for n, v in full.items() if v.numel() < 10**6
         }
         (np.savez_compressed if container == "npz compressed" else np.savez)(buffer, **arrays)
         return buffer.getvalue()

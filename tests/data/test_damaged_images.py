@@ -39,10 +39,10 @@ def stored(kind: str) -> bytes:
     slope = np.linspace(0, 200, SIDES[0] * SIDES[1] * 3).reshape(SIDES[1], SIDES[0], 3)
     pixels = (slope + g.integers(0, 50, slope.shape)).astype(np.uint8)
     image = Image.fromarray(pixels[..., 0].astype(np.uint16) * 257 if "16 bits" in kind else pixels)
-    name, _, how = kind.partition(" ")
-    image = image.convert(MODES[how]) if how in MODES else image
+    name, _, mode = kind.partition(" ")
+    image = image.convert(MODES[mode]) if mode in MODES else image
     buffer = io.BytesIO()
-    image.save(buffer, name, append_images=[image.rotate(180)], **OPTIONS.get(how, {}))
+    image.save(buffer, name, append_images=[image.rotate(180)], **OPTIONS.get(mode, {}))
     return buffer.getvalue()
 
 
@@ -95,11 +95,11 @@ WAYS: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_images_end_in_pixels_or_in_one_line(kind: str, tmp_path: Path) -> None:
-    whole, path = stored(kind), tmp_path / "damaged.jpg"
+    full, path = stored(kind), tmp_path / "damaged.jpg"
     g = np.random.default_rng(KINDS.index(kind))
     outcomes = Counter[str]()
     for number in range(-1, IMAGES // len(KINDS)):
-        path.write_bytes(DAMAGES[number % len(DAMAGES)](whole, g) if number >= 0 else whole)
+        path.write_bytes(DAMAGES[number % len(DAMAGES)](full, g) if number >= 0 else full)
         for way, read in WAYS.items():
             refusal = None
             try:

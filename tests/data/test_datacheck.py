@@ -153,10 +153,10 @@ def test_known_classes_in_another_order_are_a_problem(names: str, problems: int,
         "data", "check", "pretrain", "--data", f"wds:{path}", "--val-fraction", "0.5", "--json", "-q", "-j", "0"
     )
     result = json.loads(completed.stdout)
-    found = texts(result, "classes")
-    assert len(found) == problems
+    actual = texts(result, "classes")
+    assert len(actual) == problems
     if problems:
-        assert f"class 0 is '{order[0]}', there '{order[-1]}'" in found[0]
+        assert f"class 0 is '{order[0]}', there '{order[-1]}'" in actual[0]
 
 
 def test_numbers_in_the_order_of_text_are_warned_of(tmp_path: Path) -> None:
@@ -193,44 +193,46 @@ def vtab(root: Path, copied: bool = False) -> Path:
     counts = {"train800": 800, "val200": 200, "test": 30}
     images = {name: g.integers(0, 256, (count, 4, 4, 3), np.uint8) for name, count in counts.items()}
     labels = {name: np.arange(count) % task.classes for name, count in counts.items()}
-    place = write_vtab_task(root / task.folder, images, labels)
+    run_folder = write_vtab_task(root / task.folder, images, labels)
     if copied:
         for split in counts:
-            listed = (place / f"{split}.txt").read_text()
-            (place / f"{split}.txt").write_text(listed.replace(".png", ".jpg"))
-        for path in place.rglob("*.png"):
+            listed = (run_folder / f"{split}.txt").read_text()
+            (run_folder / f"{split}.txt").write_text(listed.replace(".png", ".jpg"))
+        for path in run_folder.rglob("*.png"):
             with Image.open(path) as image:
                 image.save(path.with_suffix(".jpg"))
-    return place
+    return run_folder
 
 
 def test_everything_wrong_with_a_task_of_vtab_is_listed(tmp_path: Path) -> None:
-    place = vtab(tmp_path)
+    run_folder = vtab(tmp_path)
     result = checked("vtab", "--data", str(tmp_path), "--tasks", "eurosat")
     assert result["warnings"] == [
         "eurosat: 30 test images, VTAB has 5400: the score is not comparable with published ones"
     ]
     assert result["fingerprint"]["eurosat"].keys() == {"train800", "val200", "test"}
-    lines = (place / "train800.txt").read_text().splitlines()
+    lines = (run_folder / "train800.txt").read_text().splitlines()
     lines[3], lines[5], lines[7] = "images/train800/none.png 1", "images/train800/000005.png 10", "what"
-    (place / "train800.txt").write_text("\n".join(lines))
-    (place / "images" / "test" / "000004.png").write_bytes((place / "images/val200/000002.png").read_bytes())
-    (place / "images" / "val200" / "000009.png").write_bytes(b"no image")
+    (run_folder / "train800.txt").write_text("\n".join(lines))
+    (run_folder / "images" / "test" / "000004.png").write_bytes((run_folder / "images/val200/000002.png").read_bytes())
+    (run_folder / "images" / "val200" / "000009.png").write_bytes(b"no image")
     result = checked("vtab", "--data", str(tmp_path), "--tasks", "eurosat", code=3)
-    listed = place / "train800.txt"
+    listed = run_folder / "train800.txt"
     assert texts(result, "pair") == [
-        f"{place / 'images/train800/none.png'} (train800.txt, line 4): no such image",
+        f"{run_folder / 'images/train800/none.png'} (train800.txt, line 4): no such image",
         f"{listed}, line 8: 'what' is not '<image path> <label>'",
         "eurosat: train800 has 798 images, VTAB-1k has 800; get this task's folder again",
     ]
     assert [text.split(",")[0] for text in texts(result, "label")] == [
-        f"{place / 'images/train800/000005.png'} (train800.txt"
+        f"{run_folder / 'images/train800/000005.png'} (train800.txt"
     ]
     assert texts(result, "same image") == [
-        f"{place / 'images/val200/000002.png'} (val200.txt, line 3) (eurosat val200) = "
-        f"{place / 'images/test/000004.png'} (test.txt, line 5) (eurosat test)"
+        f"{run_folder / 'images/val200/000002.png'} (val200.txt, line 3) (eurosat val200) = "
+        f"{run_folder / 'images/test/000004.png'} (test.txt, line 5) (eurosat test)"
     ]
-    assert texts(result, "unreadable")[0].startswith(f"{place / 'images/val200/000009.png'} (val200.txt, line 10):")
+    assert texts(result, "unreadable")[0].startswith(
+        f"{run_folder / 'images/val200/000009.png'} (val200.txt, line 10):"
+    )
 
 
 def test_a_task_of_vtab_that_was_re_encoded_is_warned_of(tmp_path: Path) -> None:
@@ -297,11 +299,11 @@ def test_everything_wrong_with_masks_is_listed(tmp_path: Path) -> None:
     Image.new("RGB", (16, 12)).save(root / "images" / "validation" / "lonely.png")
     Image.new("L", (16, 12)).save(root / "annotations" / "validation" / "single.png")
     result = checked(*words, code=3)
-    wrong = texts(result, "mask")
-    assert [text.split(":")[0] for text in wrong] == [str(trained / f"{number}.png") for number in (1, 2, 3)]
-    assert "the mask holds 77" in wrong[0]
-    assert "5x5 pixels, its image 16x12" in wrong[1]
-    assert "in colours" in wrong[2]
+    invalid = texts(result, "mask")
+    assert [text.split(":")[0] for text in invalid] == [str(trained / f"{number}.png") for number in (1, 2, 3)]
+    assert "the mask holds 77" in invalid[0]
+    assert "5x5 pixels, its image 16x12" in invalid[1]
+    assert "in colours" in invalid[2]
     unfit = texts(result, "pair")
     assert [Path(text.split(":")[0]).name for text in unfit] == ["lonely.png", "single.png"]
     assert len(texts(result, "same image")) == 1
@@ -341,15 +343,15 @@ def test_data_that_cannot_be_opened_are_one_problem(tmp_path: Path) -> None:
 def test_several_processes_read_the_rows_of_one(folder: Path) -> None:
     split = ClassFolders(folder / "train")
     split.path(4).write_bytes(b"")
-    alone, shared = (
+    single, shared = (
         validate.inspect_split("x", split.locate, partial(inspect_image, split), 30, workers=workers)
         for workers in (0, 2)
     )
-    assert (alone.digests == shared.digests).all()
-    assert (alone.sides == shared.sides).all()
-    assert (alone.unreadable, alone.formats) == (shared.unreadable, shared.formats)
-    assert list(alone.unreadable) == [4]
-    assert len(set(alone.digests[alone.readable].tolist())) == 29
+    assert (single.digests == shared.digests).all()
+    assert (single.sides == shared.sides).all()
+    assert (single.unreadable, single.formats) == (shared.unreadable, shared.formats)
+    assert list(single.unreadable) == [4]
+    assert len(set(single.digests[single.readable].tolist())) == 29
 
 
 def test_a_signal_stops_a_check(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

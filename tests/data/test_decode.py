@@ -37,31 +37,31 @@ def _limited() -> Iterator[None]:
 
 def recorded(golden: Callable[[str], Arrays], number: int) -> tuple[bytes, Any, Any]:
     arrays = golden("preprocess_jpeg")
-    encoded, default, precise = (arrays[f"jpeg{number}/{name}"] for name in ("bytes", "decode", "decode_precise"))
-    return encoded.tobytes(), default, precise
+    encoded, default, reference = (arrays[f"jpeg{number}/{name}"] for name in ("bytes", "decode", "decode_precise"))
+    return encoded.tobytes(), default, reference
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_jpegs_decode_to_tensorflows_pixels_exactly(number: int, golden: Callable[[str], Arrays]) -> None:
-    encoded, default, precise = recorded(golden, number)
+    encoded, default, reference = recorded(golden, number)
     exact, pillow = (read_pixels(io.BytesIO(encoded), "here", ReadOptions(decoder)) for decoder in BOTH)
     assert np.array_equal(exact, default)
-    assert np.array_equal(pillow, precise)
-    assert not np.array_equal(default, precise)
+    assert np.array_equal(pillow, reference)
+    assert not np.array_equal(default, reference)
 
 
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("options", ["exact", "pillow"])
 def test_jpeg_to_crop_is_the_recorded_chain(number: int, options: Decode, golden: Callable[[str], Arrays]) -> None:
-    encoded, default, precise = recorded(golden, number)
-    theirs = precise if options == "pillow" else default
+    encoded, default, reference = recorded(golden, number)
+    expected = reference if options == "pillow" else default
     for seed in range(5):
         image = open_image(io.BytesIO(encoded), "here")
-        ours = train_crop(image, "here", (32, 32), torch.Generator().manual_seed(seed), options)
-        top, left, height, width = inception_box(theirs.shape[:2], torch.Generator().manual_seed(seed))
-        assert torch.equal(ours, resize(theirs[top : top + height, left : left + width], (32, 32)))
+        actual = train_crop(image, "here", (32, 32), torch.Generator().manual_seed(seed), options)
+        top, left, height, width = inception_box(expected.shape[:2], torch.Generator().manual_seed(seed))
+        assert torch.equal(actual, resize(expected[top : top + height, left : left + width], (32, 32)))
     pixels = read_pixels(io.BytesIO(encoded), "here", ReadOptions("pillow" if options == "pillow" else "exact"))
-    assert torch.equal(eval_crop(pixels, 48, (42, 42)), eval_crop(theirs, 48, (42, 42)))
+    assert torch.equal(eval_crop(pixels, 48, (42, 42)), eval_crop(expected, 48, (42, 42)))
 
 
 @pytest.mark.parametrize("arguments", [{"progressive": True}, {"subsampling": 0}, {"quality": 30}, {"keep_rgb": True}])
@@ -135,11 +135,11 @@ def test_large_scans_are_read_when_the_limit_allows_them() -> None:
 
 def test_jpegs_above_the_limit_are_decoded_at_a_part_of_their_size() -> None:
     encoded = encode_jpeg(make_photo(208, 104), quality=95).getvalue()
-    whole = read_pixels(io.BytesIO(encoded), "it", USUAL)
+    full = read_pixels(io.BytesIO(encoded), "it", USUAL)
     for most, shape in ((208 * 104, (104, 208)), (208 * 104 - 1, (52, 104)), (2000, (26, 52)), (400, (13, 26))):
         part = read_pixels(io.BytesIO(encoded), "it", ReadOptions(max_pixels=most))
         assert part.shape == (*shape, 3)
-        smaller = np.asarray(Image.fromarray(whole).resize(shape[::-1], Image.Resampling.BOX))
+        smaller = np.asarray(Image.fromarray(full).resize(shape[::-1], Image.Resampling.BOX))
         assert np.abs(part.astype(int) - smaller).mean() < 4
     for reading in (ReadOptions(max_pixels=300), ReadOptions(max_pixels=2000, shrink=False)):
         with pytest.raises(ImageError, match="it: 208 x 104 pixels, more than"):
@@ -155,11 +155,11 @@ def test_special_files_are_refused_without_waiting(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(os.path.relpath(tmp_path / "socket.jpg"))
         make_photo(40, 30).save(tmp_path / "photo.JPG")
-        found = find_files(tmp_path)
-        assert [path.name for path, _ in found] == sorted(
+        actual = find_files(tmp_path)
+        assert [path.name for path, _ in actual] == sorted(
             ["gone.jpg", "loop.jpg", "photo.JPG", "pipe.jpg", "socket.jpg", "zero.jpg"]
         )
-        assert [path.name for path, size in found if size] == ["photo.JPG"]
+        assert [path.name for path, size in actual if size] == ["photo.JPG"]
         reasons = {"pipe": "not a regular file", "gone": "No such file", "loop": "Too many levels", "zero": "not a reg"}
         for name, reason in {**reasons, "socket": "not a regular file"}.items():
             with pytest.raises(ImageError, match=rf"{name}\.jpg: not a readable image \({reason}"):

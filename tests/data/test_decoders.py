@@ -170,8 +170,8 @@ def test_vtabs_lists_follow_the_decode_options(
         (tmp_path / "svhn" / f"{split}.txt").write_text("a.jpg 0\n")
     (task,) = choose_tasks(("svhn",), False)
     for decoder in BOTH:
-        opened = vtab_data.open_task(VtabData(source=str(tmp_path), decode=decoder), task)
-        for part in (opened.train800, opened.val200, opened.test):
+        dataset = vtab_data.open_task(VtabData(source=str(tmp_path), decode=decoder), task)
+        for part in (dataset.train800, dataset.val200, dataset.test):
             assert np.array_equal(part.pixels(0), jpegs[decoder])
     with pytest.raises(ImageError, match="more than the 3 that are read"):
         vtab_data.open_task(VtabData(source=str(tmp_path), max_pixels=3), task).test.pixels(0)
@@ -349,8 +349,8 @@ def test_a_run_of_the_time_of_pillow_continues_with_pillow(
     lines = [line for line in (out / "config.yaml").read_text().splitlines() if "max_pixels" not in line]
     (out / "config.yaml").write_text("\n".join(lines))
     for more in ((), ("--decode", "pillow")):
-        again = result_of(command_inputs, tmp_path, monkeypatch, "--resume", *more)
-        assert again["decoder"]["jpeg"].startswith("pillow ")
+        second = result_of(command_inputs, tmp_path, monkeypatch, "--resume", *more)
+        assert second["decoder"]["jpeg"].startswith("pillow ")
         (out / "result.json").unlink()
 
 

@@ -88,8 +88,8 @@ def test_a_image_takes_its_name_and_a_few_bytes(tmp_path: Path) -> None:
     split = ClassFolders(write_class_folders(tmp_path, classes=4, each=25, size=(4, 4)))
     taken = len(pickle.dumps((split.listing.names, split.sizes, split.labels)))
     assert taken < 100 * (len("class0/000.jpg") + 8 + 8 + 4) + 400
-    rest, _ = hold_out(split, 0.2)
-    assert [type(part) for part in (rest.labels, rest.sizes)] == [array, array]
+    remaining, _ = hold_out(split, 0.2)
+    assert [type(part) for part in (remaining.labels, remaining.sizes)] == [array, array]
 
 
 def test_each_image_is_checked_once(tmp_path: Path, calls: Counter[str]) -> None:
@@ -107,10 +107,10 @@ def test_a_cached_list_is_read_without_listing_a_folder(
     first = ClassFolders(root)
     calls.clear()
     monkeypatch.setattr(file_index, "SAMPLE", 5)
-    again = ClassFolders(root)
+    second = ClassFolders(root)
     assert calls == {"stat": 3 + 5}  # the folders, and a sample of the images
-    assert [again.key(row) for row in range(15)] == [first.key(row) for row in range(15)]
-    assert (again.sizes, again.labels, again.classes) == (first.sizes, first.labels, first.classes)
+    assert [second.key(row) for row in range(15)] == [first.key(row) for row in range(15)]
+    assert (second.sizes, second.labels, second.classes) == (first.sizes, first.labels, first.classes)
     assert list(FolderImages(root).labels) == [0] * 15  # another list of the same folder
 
 
@@ -155,9 +155,9 @@ def test_damage_outside_the_sample_is_noticed_on_opening(tmp_path: Path, monkeyp
         pytest.fail("the two images have the same size")
     with pytest.raises(DataError, match="when the data were listed"):
         split.pixels(4)
-    again = ClassFolders(root)
-    assert again.sizes[4] == mended.stat().st_size
-    assert again.pixels(4).shape == (40, 50, 3)
+    second = ClassFolders(root)
+    assert second.sizes[4] == mended.stat().st_size
+    assert second.pixels(4).shape == (40, 50, 3)
 
 
 def test_lists_of_few_images_and_of_recent_folders_are_not_cached(
@@ -211,9 +211,11 @@ def test_holding_out_is_a_loop_over_classes(tmp_path: Path) -> None:
     for label in sorted(set(labels)):
         rows = [row for row in order if labels[row] == label]
         expected += rows[len(rows) - min(len(rows) - 1, max(1, round(0.15 * len(rows)))) :]
-    rest, apart = hold_out(split, 0.15)
+    remaining, apart = hold_out(split, 0.15)
     assert [int(apart.key(row)[:-4]) for row in range(len(apart.labels))] == sorted(expected)
-    assert [int(rest.key(row)[:-4]) for row in range(len(rest.labels))] == sorted({*range(len(labels))} - {*expected})
+    assert [int(remaining.key(row)[:-4]) for row in range(len(remaining.labels))] == sorted(
+        {*range(len(labels))} - {*expected}
+    )
 
 
 def test_a_digest_of_lines_equals_the_digest_of_the_joined_text() -> None:

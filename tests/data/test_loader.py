@@ -48,28 +48,28 @@ def take(
     return list(itertools.islice(batches(start), count))
 
 
-def same(ours: list[Batch], theirs: list[Batch]) -> None:
-    for one, other in zip(ours, theirs, strict=True):
+def same(actual: list[Batch], expected: list[Batch]) -> None:
+    for one, other in zip(actual, expected, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_workers_and_resuming_change_nothing(folder: ClassFolders) -> None:
-    whole = take(folder, 0, 6)
-    assert whole[0]["image"].shape == (6, 3, 24, 32)
-    same(take(folder, 0, 6, workers=2), whole)
-    same(take(folder, 4, 2, workers=1), whole[4:])
-    assert not torch.equal(whole[0]["image"], whole[3]["image"])
+    full = take(folder, 0, 6)
+    assert full[0]["image"].shape == (6, 3, 24, 32)
+    same(take(folder, 0, 6, workers=2), full)
+    same(take(folder, 4, 2, workers=1), full[4:])
+    assert not torch.equal(full[0]["image"], full[3]["image"])
 
 
 def test_a_signal_to_every_process_leaves_the_decoding_ones_alive(folder: ClassFolders) -> None:
-    whole = take(folder, 0, 6)
+    full = take(folder, 0, 6)
     batches = crop_batches(folder, Augmentation((24, 32)), 6, 7, ALONE, workers=2)(0)
     first = [next(batches), next(batches)]  # one of each: both are at work
     for worker in multiprocessing.active_children():
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             os.kill(worker.pid or 0, number)
-    same([*first, *itertools.islice(batches, 4)], whole)
+    same([*first, *itertools.islice(batches, 4)], full)
 
 
 def test_an_epoch_sees_every_image_once_even_inside_a_batch(folder: ClassFolders) -> None:
@@ -81,11 +81,11 @@ def test_an_epoch_sees_every_image_once_even_inside_a_batch(folder: ClassFolders
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("mixup", [0.0, 0.5])
 def test_ranks_share_the_batch_that_one_rank_would_have(ranks: int, mixup: float, folder: ClassFolders) -> None:
-    alone = take(folder, 0, 3, mixup=mixup)
+    single = take(folder, 0, 3, mixup=mixup)
     parts = [take(folder, 0, 3, World(rank, ranks, CPU), mixup=mixup) for rank in range(ranks)]
-    for step, whole in enumerate(alone):
-        for name in whole:
-            assert torch.equal(torch.cat([part[step][name] for part in parts]), whole[name])
+    for step, full in enumerate(single):
+        for name in full:
+            assert torch.equal(torch.cat([part[step][name] for part in parts]), full[name])
 
 
 def test_every_place_of_every_batch_has_its_own_crop(tmp_path: Path) -> None:
@@ -124,8 +124,8 @@ def test_an_unreadable_image_is_named_or_replaced(tmp_path: Path) -> None:
             take(split, 0, 2, workers=workers)
     skipped: list[int] = []
     batches = crop_batches(split, Augmentation((24, 32)), 6, 7, ALONE, workers=0, skip_bad=True, on_skip=skipped.append)
-    seen = [batch["label"] for batch in itertools.islice(batches(0), 4)]
-    assert all(len(labels) == 6 for labels in seen)
+    observed = [batch["label"] for batch in itertools.islice(batches(0), 4)]
+    assert all(len(labels) == 6 for labels in observed)
     assert sum(skipped) == 4  # once in each of the four epochs
 
 
@@ -140,13 +140,13 @@ def test_mixup_is_big_visions(p: str, golden: Callable[[str], Arrays]) -> None:
         mixed = blend(first, batch[f"other_{name}"], share)
         torch.testing.assert_close(mixed, torch.from_numpy(arrays[f"p{p}/{name}s"]), atol=1e-6, rtol=0)
     assert len(set(batch["mix"].tolist())) == 1
-    drawn = [mixup_with_previous(plain, float(p), 0, step)["mix"][0].item() for step in range(1500)]
-    counts, _ = np.histogram(drawn, bins=20, range=(0.5, 1))
-    expected = arrays[f"a_hist/p{p}"] / arrays[f"a_hist/p{p}"].sum() * len(drawn)
+    sample = [mixup_with_previous(plain, float(p), 0, step)["mix"][0].item() for step in range(1500)]
+    counts, _ = np.histogram(sample, bins=20, range=(0.5, 1))
+    expected = arrays[f"a_hist/p{p}"] / arrays[f"a_hist/p{p}"].sum() * len(sample)
     kept = expected > 5
     chi = ((counts[kept] - expected[kept]) ** 2 / expected[kept]).sum()
     assert scipy.stats.chi2.sf(chi, kept.sum()) > 1e-4
-    assert np.mean(drawn) == pytest.approx(float(arrays[f"a_mean/p{p}"]), abs=0.015)
+    assert np.mean(sample) == pytest.approx(float(arrays[f"a_mean/p{p}"]), abs=0.015)
 
 
 def test_mixed_batches_carry_the_image_before_each(folder: ClassFolders) -> None:

@@ -123,8 +123,8 @@ def test_names_that_are_no_utf8_go_through_every_command(tmp_path: Path, monkeyp
     scored = run_dpn("eval", "run", "--data", "photos", "--split", "all", "-o", "report", "-j", "0", "-q", "--json")
     assert json.loads(scored.stdout)["images"] == 20
     assert Path("report/per_class.csv").read_text("utf-8").splitlines()[1].startswith("caf\\udce9,")
-    guessed = run_dpn("predict", "run", "photos", "--json", "--device", "cpu")
-    assert {"photos/class1/" + CAFE + ".jpg"} < {entry["image"] for entry in json.loads(guessed.stdout)}
+    predicted = run_dpn("predict", "run", "photos", "--json", "--device", "cpu")
+    assert {"photos/class1/" + CAFE + ".jpg"} < {entry["image"] for entry in json.loads(predicted.stdout)}
     printed = run_dpn("predict", "run", "photos", "--device", "cpu")
     assert (printed.exit_code, "caf\\xe9" in printed.stdout) == (0, True)
     assert run_dpn("export", "run", "-o", "export").exit_code == 0
@@ -150,9 +150,9 @@ def test_captions_of_images_whose_names_are_no_utf8(command_inputs: Path, tmp_pa
     assert (scored.exit_code, "names for the 2 classes" in scored.stderr) == (3, True)
     scored = run_command("lit eval", odd, tmp_path, monkeypatch, "--force", "--json", "--prompts", "plain")
     assert json.loads(scored.stdout)["images"] == 20
-    found = run_command("lit search", odd, tmp_path, monkeypatch, "--json")
+    actual = run_command("lit search", odd, tmp_path, monkeypatch, "--json")
     assert str(odd / "photos" / "class0" / f"{CAFE}.jpg").endswith(
-        next(entry["image"] for entry in json.loads(found.stdout) if CAFE in entry["image"])
+        next(entry["image"] for entry in json.loads(actual.stdout) if CAFE in entry["image"])
     )
     words = list(COMMANDS["lit cache"])
     words[words.index("pairs.csv")] = "photos"
@@ -168,9 +168,9 @@ def test_masks_of_images_whose_names_are_no_utf8(command_inputs: Path, tmp_path:
         )
     save_untrained_run(odd, "segmenter", "exact")
     assert run_command("segment eval", odd, tmp_path, monkeypatch).exit_code == 0
-    drawn = run_dpn("segment", "predict", str(odd / "segmenter"), str(odd / "scenes" / "images" / "validation"), "-o",
+    sample = run_dpn("segment", "predict", str(odd / "segmenter"), str(odd / "scenes" / "images" / "validation"), "-o",
                 str(tmp_path / "drawn"))  # fmt: skip
-    assert drawn.exit_code == 0, drawn.output
+    assert sample.exit_code == 0, sample.output
     assert (tmp_path / "drawn" / f"{CAFE}.labels.png").is_file()
 
 
@@ -259,10 +259,10 @@ def test_a_shorter_side_below_the_crop_is_refused_with_the_config(
 def test_a_classifier_is_saved_with_names_of_any_bytes(tmp_path: Path) -> None:
     model = load_backbone("mu/8", image_size=32, num_classes=2)
     save_classifier(Classifier(model, (CAFE, "b"), "softmax", 36, {}), tmp_path / "w.safetensors")
-    guessed = run_dpn(
+    predicted = run_dpn(
         "predict", str(tmp_path / "w.safetensors"), str(write_class_folders(tmp_path / "p", 1, 1)), "--json"
     )
-    assert CAFE in {score["name"] for score in json.loads(guessed.stdout)[0]["classes"]}
+    assert CAFE in {score["name"] for score in json.loads(predicted.stdout)[0]["classes"]}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

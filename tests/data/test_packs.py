@@ -37,10 +37,10 @@ def folder(tmp_path: Path) -> Path:
 def packed(source: Path, out: Path, packing: PackOptions, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> Any:
     monkeypatch.setattr(pack_writer, "SHARD_IMAGES", 25)
     splits = {name: open_split(ImageSource(str(source)), name)[0] for name in ("train", "val")}
-    told: list[str] = []
-    options: Any = {"workers": 1, "skip_bad": False, "progress": told.append, **arguments}
+    messages: list[str] = []
+    options: Any = {"workers": 1, "skip_bad": False, "progress": messages.append, **arguments}
     ordered = {name: (split, hash_order(split)) for name, split in splits.items()}
-    return pack(ordered, open_split(ImageSource(str(source)), "train")[1], out, packing, **options), told
+    return pack(ordered, open_split(ImageSource(str(source)), "train")[1], out, packing, **options), messages
 
 
 def test_an_unresized_pack_holds_the_bytes_of_the_files_and_the_same_splits(
@@ -56,10 +56,10 @@ def test_an_unresized_pack_holds_the_bytes_of_the_files_and_the_same_splits(
         assert split.labels[index] == files.labels[row]
         assert split.sizes[index] == files.sizes[row]
         np.testing.assert_array_equal(split.pixels(index), files.pixels(row))
-    ours, theirs = (open_class_data(ImageSource(str(place)), None) for place in (out, folder))
-    assert ours.classes == theirs.classes
+    actual, expected = (open_class_data(ImageSource(str(place)), None) for place in (out, folder))
+    assert actual.classes == expected.classes
     for name in ("train", "minival", "val"):
-        one, other = getattr(ours, name), getattr(theirs, name)
+        one, other = getattr(actual, name), getattr(expected, name)
         assert {one.key(i) for i in range(len(one.labels))} == {other.key(i) for i in range(len(other.labels))}, name
 
 
@@ -97,7 +97,7 @@ def test_a_stopped_packing_continues_and_repairs_damage(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, packing = tmp_path / "pack", PackOptions(20)
-    whole, _ = packed(folder, tmp_path / "whole", packing, monkeypatch)
+    full, _ = packed(folder, tmp_path / "whole", packing, monkeypatch)
 
     def stop(text: str) -> None:
         signal.raise_signal(signal.SIGTERM)
@@ -107,8 +107,8 @@ def test_a_stopped_packing_continues_and_repairs_damage(
     with pytest.raises(DataError, match="has not finished; pack the data into"):
         open_split(ImageSource(str(out)), "train")
     kept = (out / "train" / "000000.tar").stat().st_mtime_ns
-    again, _ = packed(folder, out, packing, monkeypatch)
-    assert again == whole
+    second, _ = packed(folder, out, packing, monkeypatch)
+    assert second == full
     assert (out / "train" / "000000.tar").stat().st_mtime_ns == kept
     damaged = out / "train" / "000001.tar"
     content = bytearray(damaged.read_bytes())
@@ -119,7 +119,7 @@ def test_a_stopped_packing_continues_and_repairs_damage(
         split.open(25)
     (out / "val" / "000000.npz").unlink()
     mended, told = packed(folder, out, packing, monkeypatch)
-    assert mended == whole
+    assert mended == full
     assert len(told) == 2
     PackedImages(out, "train").pixels(25)
 
@@ -220,13 +220,15 @@ def hub(root: Path, **splits: list[int]) -> Path:
 
 
 def test_hub_splits_without_labels_are_left_out_and_none_stands_in_for_another(tmp_path: Path) -> None:
-    place = hub(tmp_path / "hub", train=[0, 1, 0, 1], validation=[0, 1], test=[-1, -1])
-    result = run_dpn("data", "pack", "--data", f"hf:{place}", "--out", str(tmp_path / "p"), "--size", "keep", "--json")
+    run_folder = hub(tmp_path / "hub", train=[0, 1, 0, 1], validation=[0, 1], test=[-1, -1])
+    result = run_dpn(
+        "data", "pack", "--data", f"hf:{run_folder}", "--out", str(tmp_path / "p"), "--size", "keep", "--json"
+    )
     assert result.exit_code == 0, result.output
     assert set(json.loads(result.stdout)) == {"train", "val"}
     assert "test has no labels and is left out" in result.stderr.replace("\n", " ")
     with pytest.raises(DataError, match="its test images have the label -1, which means no label"):
-        open_split(ImageSource(f"hf:{place}"), "test")
+        open_split(ImageSource(f"hf:{run_folder}"), "test")
     split = PackedImages(tmp_path / "p", "train")
     assert (split.classes, split.open(0).format) == (("a", "b"), "PNG")
     two = hub(tmp_path / "two", train=[0, 1, 0, 1], test=[0, 1])

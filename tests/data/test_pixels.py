@@ -32,8 +32,8 @@ def test_resize_equals_the_reference(
     name: str, op: str, size: tuple[int, int], golden: Callable[[str], Arrays]
 ) -> None:
     arrays = golden(name)
-    ours = resize(arrays["in"], size).permute(1, 2, 0).numpy().astype(int)
-    off = np.abs(ours - arrays[op].astype(int))
+    actual = resize(arrays["in"], size).permute(1, 2, 0).numpy().astype(int)
+    off = np.abs(actual - arrays[op].astype(int))
     assert off.max() <= 1
     assert (off > 0).mean() < 0.02  # where the exact value is a whole number up to rounding
     if op == "resize":
@@ -69,11 +69,11 @@ def test_resize_keeps_an_image_of_the_right_size() -> None:
 
 
 def test_epochs_follow_each_other_without_a_gap() -> None:
-    seen = torch.cat([rows_of_step(10, 4, seed=1, step=step) for step in range(10)])
+    observed = torch.cat([rows_of_step(10, 4, seed=1, step=step) for step in range(10)])
     for epoch in range(4):
-        assert sorted(seen[epoch * 10 : epoch * 10 + 10].tolist()) == list(range(10))
-    assert not torch.equal(seen[:10], seen[10:20])
-    assert not torch.equal(seen[:10], torch.cat([rows_of_step(10, 5, seed=2, step=step) for step in range(2)]))
+        assert sorted(observed[epoch * 10 : epoch * 10 + 10].tolist()) == list(range(10))
+    assert not torch.equal(observed[:10], observed[10:20])
+    assert not torch.equal(observed[:10], torch.cat([rows_of_step(10, 5, seed=2, step=step) for step in range(2)]))
     assert len(rows_of_step(3, 10, seed=0, step=7)) == 10
 
 
@@ -91,9 +91,9 @@ def test_ranks_share_the_batch_of_one_process(crop: bool, pixels: PixelSet) -> N
         batches = shuffled_batches(pixels, size, 8, 3, crop=crop, flip=True, world=World(rank, ranks, CPU))
         return next(batches(5))
 
-    whole, shares = batch(0, 1), [batch(rank, 4) for rank in range(4)]
+    full, shares = batch(0, 1), [batch(rank, 4) for rank in range(4)]
     for key in ("image", "label"):
-        assert torch.equal(whole[key], torch.cat([share[key] for share in shares]))
+        assert torch.equal(full[key], torch.cat([share[key] for share in shares]))
 
 
 def test_batches_are_a_function_of_seed_and_step(pixels: PixelSet) -> None:

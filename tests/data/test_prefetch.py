@@ -159,19 +159,19 @@ def test_scoring_and_encoding_prefetch_too(
 def test_ranks_of_two_machines_fetch_shards_of_their_own(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, seen = [], []
+    full, observed = [], []
     for rank in range(2):
         monkeypatch.setenv("DPN_HOME", str(tmp_path / str(rank)))
         split, order = opened(store.url)
         store.clear()
-        whole.append(list(stream(split, order, World(rank, 2, CPU))))
-        seen.append({name for name in TARS if store.gets[name]})
+        full.append(list(stream(split, order, World(rank, 2, CPU))))
+        observed.append({name for name in TARS if store.gets[name]})
         assert all(store.gets[name] <= 1 for name in TARS)
-    assert not seen[0] & seen[1]
-    assert len(seen[0]) == len(seen[1]) == SHARDS // 2
+    assert not observed[0] & observed[1]
+    assert len(observed[0]) == len(observed[1]) == SHARDS // 2
     monkeypatch.setenv("DPN_HOME", str(tmp_path / "alone"))
-    alone = images(stream(*opened(store.url), ALONE))
-    assert torch.equal(alone, torch.cat([part["image"] for parts in zip(*whole, strict=True) for part in parts]))
+    single = images(stream(*opened(store.url), ALONE))
+    assert torch.equal(single, torch.cat([part["image"] for parts in zip(*full, strict=True) for part in parts]))
 
 
 def test_ranks_of_one_machine_fetch_a_shard_once(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,12 +304,12 @@ def test_a_cache_that_is_too_small_is_reported_before_the_training(
     assert split.shards
     held = float(os.environ["DPN_CACHE_GB"]) * 1e9
     an_epoch = 96 * (1 - held / total) * total / SHARDS
-    said = refused("--epochs", "2", "--set", "data.minival=0")
-    assert f"the training images take {total / 1e9:.3g} GB, and drawn in the order of --shuffle images they" in said
-    assert f"about {an_epoch / 1e9:.3g} GB an epoch; pass --shuffle shards, or allow" in said
-    said = refused("--epochs", "2", "--shuffle", "shards", "--set", "data.open_shards=7")
-    assert "the shards that are read at a time take up to" in said
-    assert "allow more for the cache, or read fewer than 7 with --set data.open_shards=N" in said
+    message = refused("--epochs", "2", "--set", "data.minival=0")
+    assert f"the training images take {total / 1e9:.3g} GB, and drawn in the order of --shuffle images they" in message
+    assert f"about {an_epoch / 1e9:.3g} GB an epoch; pass --shuffle shards, or allow" in message
+    message = refused("--epochs", "2", "--shuffle", "shards", "--set", "data.open_shards=7")
+    assert "the shards that are read at a time take up to" in message
+    assert "allow more for the cache, or read fewer than 7 with --set data.open_shards=N" in message
     check_cache(split, None, 6, 0, ALONE)  # so few images are in fewer shards than there are
     wide = ShardOrder(split.shards.of, 8, 0, 4)
     check_cache(split, wide, 960, 0, ALONE)

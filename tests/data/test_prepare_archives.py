@@ -86,8 +86,8 @@ def prepared(*words: object, code: int = 0) -> tuple[Json, str]:
 
 def test_ade20k_becomes_the_folder_that_the_task_reads(tmp_path: Path) -> None:
     archive, out = write_zip(tmp_path / "ADEChallengeData2016.zip", scenes()), tmp_path / "ade"
-    result, said = prepared("ade20k", archive, "--out", out)
-    assert (result["training"], result["validation"], result["classes"], said) == (3, 2, 150, "")
+    result, message = prepared("ade20k", archive, "--out", out)
+    assert (result["training"], result["validation"], result["classes"], message) == (3, 2, 150, "")
     assert result["files"] == {"written": 11, "kept": 0, "left_out": 2}
     assert (out / "images" / "training" / "ADE_train_00000001.jpg").read_bytes() == image(159)
     checked = run_dpn("data", "check", "ade20k", "--data", str(out), "--json", "-q", "-j", "0")
@@ -109,17 +109,17 @@ def test_complete_files_are_reused_and_partial_ones_repaired(tmp_path: Path, mon
 
     check_here: Callable[[], None] = signals.check_here
     monkeypatch.setattr(signals, "check_here", stop_at_the_fifth)
-    _, said = prepared("ade20k", archive, "--out", out, code=75)
-    assert "finished parts are kept" in said
+    _, message = prepared("ade20k", archive, "--out", out, code=75)
+    assert "finished parts are kept" in message
     monkeypatch.undo()
-    whole = sorted(path for path in out.rglob("*") if path.is_file())
-    assert len(whole) == 4
-    whole[0].write_bytes(whole[0].read_bytes()[:-1])  # as the disk's failure would leave it
-    whole[1].with_name(f".{whole[1].name}.4194305.tmp").write_bytes(b"what a killed process left")
-    before = whole[1].stat().st_mtime_ns
+    full = sorted(path for path in out.rglob("*") if path.is_file())
+    assert len(full) == 4
+    full[0].write_bytes(full[0].read_bytes()[:-1])  # as the disk's failure would leave it
+    full[1].with_name(f".{full[1].name}.4194305.tmp").write_bytes(b"what a killed process left")
+    initial = full[1].stat().st_mtime_ns
     result = archives.unpack([archive], segment_prepare.ADE20K, out, QUIET)
     assert result == {"written": 8, "kept": 3, "left_out": 2}
-    assert whole[1].stat().st_mtime_ns == before
+    assert full[1].stat().st_mtime_ns == initial
     assert {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()} == {
         name: content for name, content in scenes("").items() if content != b"left out"
     }
@@ -134,33 +134,33 @@ def test_coco_becomes_the_folder_that_lit_reads(tmp_path: Path) -> None:
         images = [{"id": number, "file_name": name} for number, name in enumerate(names)]
         texts = [{"image_id": number, "caption": f"a {word}"} for number in range(count) for word in ("cat", "dog")]
         notes[f"annotations/captions_{split}2017.json"] = json.dumps({"images": images, "annotations": texts}).encode()
-    first, said = prepared("coco", every[1], write_zip(tmp_path / "notes.zip", notes), "--out", out, code=3)
+    first, message = prepared("coco", every[1], write_zip(tmp_path / "notes.zip", notes), "--out", out, code=3)
     assert first["short"] == [f"{out / 'train2017'} has 0 files, and COCO 3"]
-    assert f"error: {out / 'train2017'} has 0 files, and COCO 3; unpack the rest into the same folder, or" in said
-    result, said = prepared("coco", every[0], "-o", out)
+    assert f"error: {out / 'train2017'} has 0 files, and COCO 3; unpack the rest into the same folder, or" in message
+    result, message = prepared("coco", every[0], "-o", out)
     assert (result["train"], result["val"]) == ({"images": 3, "captions": 6}, {"images": 2, "captions": 4})
     place = str(lit_prepare.captions(out, "train"))
     words = ["--data", place, "--val-data", place.replace("train", "val"), "--json", "-q", "-j", "0"]
     checked = run_dpn("data", "check", "lit", *words)
     assert [problem["kind"] for problem in json.loads(checked.stdout)["problems"]] == ["same image"]
     (out / "train2017" / "000000000001.jpg").unlink()
-    result, said = prepared("coco", every[1], "-o", out, "--partial")
+    result, message = prepared("coco", every[1], "-o", out, "--partial")
     assert result["short"] == [
         f"{out / 'train2017'} has 2 files, and COCO 3",
         f"{place} names 1 images that are missing or have no text",
     ]
-    assert said.startswith(f"warning: {out / 'train2017'} has 2 files, and COCO 3")
+    assert message.startswith(f"warning: {out / 'train2017'} has 2 files, and COCO 3")
 
 
 def test_a_part_of_ade20k_is_an_error_unless_it_is_meant(tmp_path: Path) -> None:
     members = {name: content for name, content in scenes().items() if "00000001" not in name}
     archive, out = write_zip(tmp_path / "a.zip", members), tmp_path / "ade"
-    _, said = prepared("ade20k", archive, "--out", out, code=3)
-    assert f"{out / 'images/training'} has 2 files, and ADE20K 3; " in said
-    assert "have 75 of the 150 classes" in said
-    assert said.count("error:") == 1
-    result, said = prepared("ade20k", archive, "--out", out, "--partial")
-    assert (said.count("warning:"), result["classes"]) == (5, 75)
+    _, message = prepared("ade20k", archive, "--out", out, code=3)
+    assert f"{out / 'images/training'} has 2 files, and ADE20K 3; " in message
+    assert "have 75 of the 150 classes" in message
+    assert message.count("error:") == 1
+    result, message = prepared("ade20k", archive, "--out", out, "--partial")
+    assert (message.count("warning:"), result["classes"]) == (5, 75)
 
 
 def entry(name: str, content: bytes = b"x", mode: int = 0o100644) -> tuple[zipfile.ZipInfo, bytes]:
@@ -194,10 +194,10 @@ def test_hostile_archives_write_nothing(
     with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         for info, content in members:
             archive.writestr(info, content, zipfile.ZIP_DEFLATED)
-    before = set(tmp_path.rglob("*"))
-    _, said = prepared("ade20k", tmp_path / "a.zip", "--out", tmp_path / "in" / "ade", code=3)
-    assert reason in said
-    assert {path for path in tmp_path.rglob("*") if path.is_file()} == before
+    initial = set(tmp_path.rglob("*"))
+    _, message = prepared("ade20k", tmp_path / "a.zip", "--out", tmp_path / "in" / "ade", code=3)
+    assert reason in message
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} == initial
     assert not list((tmp_path / "in").rglob("*.jpg"))
 
 
@@ -227,8 +227,8 @@ def test_damaged_and_missing_archives_are_one_line(tmp_path: Path) -> None:
     content = bytearray(archive.read_bytes())
     content[content.index(image(168)) + 60] ^= 255
     archive.write_bytes(content)
-    said = prepared("ade20k", archive, "-o", out, code=3)[1]
-    assert "member ADEChallengeData2016/images/training/ADE_train_00000002.jpg: damaged (Bad CRC-32" in said
+    message = prepared("ade20k", archive, "-o", out, code=3)[1]
+    assert "member ADEChallengeData2016/images/training/ADE_train_00000002.jpg: damaged (Bad CRC-32" in message
     assert not (out / "images" / "training" / "ADE_train_00000002.jpg").exists()
     assert not [path for path in out.rglob(".*") if path.is_file()]
     locked = bytearray(write_zip(tmp_path / "b.zip", {IMAGE: b"x"}).read_bytes())

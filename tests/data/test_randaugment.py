@@ -34,8 +34,8 @@ def test_every_operation_equals_tensorflows_to_the_bit(name: str, golden: Callab
     assert recorded
     for key in recorded:
         _, magnitude, *sign = key.split("/")
-        ours = apply(image, name, float(magnitude[1:]), negative=sign == ["neg"], centre=(13, 26))
-        np.testing.assert_array_equal(ours.transpose(1, 2, 0), arrays[key], err_msg=key)
+        actual = apply(image, name, float(magnitude[1:]), negative=sign == ["neg"], centre=(13, 26))
+        np.testing.assert_array_equal(actual.transpose(1, 2, 0), arrays[key], err_msg=key)
 
 
 def test_the_quirks_of_the_reference() -> None:
@@ -56,31 +56,31 @@ def test_equalize_is_pils(golden: Callable[[str], Arrays]) -> None:
     for seed in range(5):
         g = np.random.default_rng(seed)
         image = (g.normal(100, 10 + 20 * seed, (40, 30, 3))).clip(0, 255).astype(np.uint8)
-        theirs = np.asarray(ImageOps.equalize(Image.fromarray(image)))
-        ours = apply(image.transpose(2, 0, 1), "Equalize", 1, negative=False, centre=(0, 0))
-        np.testing.assert_array_equal(ours.transpose(1, 2, 0), theirs)
+        expected = np.asarray(ImageOps.equalize(Image.fromarray(image)))
+        actual = apply(image.transpose(2, 0, 1), "Equalize", 1, negative=False, centre=(0, 0))
+        np.testing.assert_array_equal(actual.transpose(1, 2, 0), expected)
 
 
 def test_operations_signs_and_places_are_drawn_uniformly(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[tuple[str, float, bool, tuple[int, int]]] = []
+    sample: list[tuple[str, float, bool, tuple[int, int]]] = []
 
     def note(
         image: randaugment.Image, name: str, magnitude: float, *, negative: bool, centre: tuple[int, int]
     ) -> object:
-        drawn.append((name, magnitude, negative, centre))
+        sample.append((name, magnitude, negative, centre))
         return image
 
     monkeypatch.setattr(randaugment, "apply", note)
     generator = torch.Generator().manual_seed(0)
     for _ in range(4000):
         rand_augment(torch.zeros(3, 10, 20, dtype=torch.uint8), 2, 15, generator)
-    counts = Counter(name for name, *_ in drawn)
-    assert len(drawn) == 8000
+    counts = Counter(name for name, *_ in sample)
+    assert len(sample) == 8000
     assert set(counts) == set(OPERATIONS)
     assert all(abs(count - 500) < 5 * 500**0.5 for count in counts.values())
-    assert abs(sum(negative for *_, negative, _ in drawn) - 4000) < 5 * 2000**0.5
-    assert {row for *_, (row, _) in drawn} == set(range(10))
-    assert {column for *_, (_, column) in drawn} == set(range(20))
+    assert abs(sum(negative for *_, negative, _ in sample) - 4000) < 5 * 2000**0.5
+    assert {row for *_, (row, _) in sample} == set(range(10))
+    assert {column for *_, (_, column) in sample} == set(range(20))
 
 
 def test_only_the_signed_operations_have_a_direction() -> None:

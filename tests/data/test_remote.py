@@ -48,8 +48,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:Deprecati
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pack, and shards with captions."""
     root = tmp_path_factory.mktemp("store")
-    for split, each in (("train", 20), ("val", 4)):
-        write_class_folders(root / "photos" / split, each=each)
+    for split, item in (("train", 20), ("val", 4)):
+        write_class_folders(root / "photos" / split, each=item)
     source = ImageSource(str(root / "photos"))
     splits = {name: open_split(source, name) for name in ("train", "val")}
     with pytest.MonkeyPatch.context() as patch:
@@ -127,10 +127,10 @@ def test_shards_behind_a_url_are_the_shards(store: Store, folder: Path, prefix: 
         if path.suffix == ".tar":
             path.unlink()
     store.clear()
-    again, _ = open_split(ImageSource(place), "train")
-    assert fingerprint(again) == fingerprint(near)
+    second, _ = open_split(ImageSource(place), "train")
+    assert fingerprint(second) == fingerprint(near)
     assert store.gets.keys() == {"classnames.txt"}  # what is in the shards is known
-    assert again.content(0) == near.content(0)
+    assert second.content(0) == near.content(0)
     same(open_unlabelled(ImageSource(place)), open_unlabelled(ImageSource(local)))
 
 

@@ -49,11 +49,11 @@ def test_an_epoch_has_every_image_once_even_inside_a_batch(case: tuple[list[int]
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_steps_need_nothing_of_the_steps_before(case: tuple[list[int], int, int]) -> None:
-    whole = [order_of(*case).rows(step) for step in range(60)]
+    full = [order_of(*case).rows(step) for step in range(60)]
     for step in (59, 7, 31, 8, 0):
-        assert order_of(*case).rows(step) == whole[step]
-    again = order_of(*case)
-    assert [again.rows(step) for step in reversed(range(60))] == whole[::-1]
+        assert order_of(*case).rows(step) == full[step]
+    second = order_of(*case)
+    assert [second.rows(step) for step in reversed(range(60))] == full[::-1]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -106,8 +106,8 @@ def test_a_shard_is_read_in_one_stretch_of_an_epoch() -> None:
     # A lane draws 4 images a step: a shard is gone after a quarter as many steps as it has images, but for those that
     # two lanes share at the beginning or at the end.
     longest = max(sizes) // 4 + 2
-    assert all(seen[-1] - seen[0] <= longest for seen in read.values())
-    open_now = [sum(seen[0] <= step <= seen[-1] for seen in read.values()) for step in range(steps)]
+    assert all(observed[-1] - observed[0] <= longest for observed in read.values())
+    open_now = [sum(observed[0] <= step <= observed[-1] for observed in read.values()) for step in range(steps)]
     assert max(open_now) <= 2 * 8
     assert np.mean(open_now) < 8 + 2
 

@@ -77,7 +77,7 @@ def train(
     network.load_state_dict(small_vit(seed=seed).state_dict())  # as a sweep does for each of its trainings
     assert isinstance(model, ShardedModel) == shard
 
-    def tick(after: ProgressTick) -> None:
+    def tick(final: ProgressTick) -> None:
         assert (network.pos_embed.numel() == 0) == shard  # parts are all there is
 
     log = MetricsLog(folder / "metrics.jsonl") if world.leads else None
@@ -97,12 +97,12 @@ def train(
     )
     engine.fit(model, one)
     assert engine.unwrap(model) is network
-    found = {name: value.double().sum().item() for name, value in network.state_dict().items()}
+    actual = {name: value.double().sum().item() for name, value in network.state_dict().items()}
     for record in log.records() if log else ():
         step, norms = record["step"], record.get("layer_norms", {})
-        found |= {f"{name} {step}": record[name] for name in ("loss", "grad_norm", "accuracy") if name in record}
-        found |= {f"{name} {step}": norm for name, norm in norms.items()}
-    return found
+        actual |= {f"{name} {step}": record[name] for name in ("loss", "grad_norm", "accuracy") if name in record}
+        actual |= {f"{name} {step}": norm for name, norm in norms.items()}
+    return actual
 
 
 class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -133,12 +133,12 @@ def three_job(world: World, folder: Path) -> None:
     world = World(world.rank, 3, CPU, grain=2)
     assert exchanges(world, 8) == exchanges(world, 1) == 2  # those of the block, and all others
     for optim in OPTIMS:
-        found = train(world, optim, folder / f"{optim}-of-three")
-        (folder / f"{optim}-{world.rank}.json").write_text(json.dumps(found))
+        actual = train(world, optim, folder / f"{optim}-of-three")
+        (folder / f"{optim}-{world.rank}.json").write_text(json.dumps(actual))
     for shard in (False, True):
         name = f"bf16-{shard}"
-        found = train(world, "momentum", folder / name, precision="bf16", shard=shard)
-        (folder / f"{name}-{world.rank}.json").write_text(json.dumps(found))
+        actual = train(world, "momentum", folder / name, precision="bf16", shard=shard)
+        (folder / f"{name}-{world.rank}.json").write_text(json.dumps(actual))
     with pytest.raises(KeyboardInterrupt):
         train(world, "adam", folder / "stopped", stops=True)
     failing_save(world, folder)
@@ -185,8 +185,8 @@ SCORE = ("eval", "score", "run", "--split", "all", *IMAGES)
 def commands(*arguments: str) -> list[dict[str, Any]]:
     """Train in the current folder, then score the network; returns the results, on ranks that do not lead none."""
     done = [run_dpn(*HIGHRES, *arguments), run_dpn(*SCORE)]
-    assert [each.exit_code for each in done] == [0, 0], [each.output for each in done]
-    return [json.loads(each.stdout) for each in done if each.stdout]
+    assert [item.exit_code for item in done] == [0, 0], [item.output for item in done]
+    return [json.loads(item.stdout) for item in done if item.stdout]
 
 
 def two_job(world: World, folder: Path) -> None:
@@ -195,8 +195,8 @@ def two_job(world: World, folder: Path) -> None:
     results = commands("--shard")
     (folder / f"commands-{world.rank}.json").write_text(json.dumps(results))
     for name, optim in GO_ON.items():
-        found = train(world, optim, folder / name, seed=7)  # its own weights do not matter
-        (folder / f"{name}-{world.rank}.json").write_text(json.dumps(found))
+        actual = train(world, optim, folder / name, seed=7)  # its own weights do not matter
+        (folder / f"{name}-{world.rank}.json").write_text(json.dumps(actual))
 
 
 @pytest.fixture(scope="module")
@@ -232,8 +232,8 @@ def test_three_ranks_with_a_part_each_train_the_network_of_one(
     expected = alone[optim]
     assert read(folder / f"{optim}-0.json") == pytest.approx(expected, rel=2e-4, abs=2e-4)
     for rank in (1, 2):
-        found = read(folder / f"{optim}-{rank}.json")
-        assert found == pytest.approx({name: expected[name] for name in found}, rel=2e-4, abs=2e-4)
+        actual = read(folder / f"{optim}-{rank}.json")
+        assert actual == pytest.approx({name: expected[name] for name in actual}, rel=2e-4, abs=2e-4)
 
 
 def test_matrices_in_bfloat16_match_autocast(folder: Path) -> None:
@@ -252,8 +252,8 @@ def test_one_process_resumes_a_run_of_three_ranks(state: str, folder: Path, alon
     if state == "damaged":
         part = folder / "damaged" / "checkpoints" / "last" / "shard-00002-model-00001-of-00001.safetensors"
         part.write_bytes(part.read_bytes()[:-1] + b"x")
-    found = train(ALONE, "adam", folder / state, shard=False, seed=7, warn=said.append)
-    assert found == pytest.approx(alone["adam"], rel=2e-4, abs=2e-4)
+    actual = train(ALONE, "adam", folder / state, shard=False, seed=7, warn=said.append)
+    assert actual == pytest.approx(alone["adam"], rel=2e-4, abs=2e-4)
     assert len(said) == (state == "damaged")
 
 
@@ -265,10 +265,12 @@ def test_commands_on_two_ranks_give_the_files_and_numbers_of_one(folder: Path, m
     assert json.loads((folder / "commands-1.json").read_text()) == []
     for one, two in zip(expected, both, strict=True):
         assert (two["top1"], two["loss"]) == pytest.approx((one["top1"], one["loss"]), rel=1e-4)
-    ours, theirs = (load_file(place / "run" / "weights.safetensors") for place in (folder, folder / "alone"))
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6)
+    actual, their_values = (
+        load_file(run_folder / "run" / "weights.safetensors") for run_folder in (folder, folder / "alone")
+    )
+    assert actual.keys() == their_values.keys()
+    for name, value in their_values.items():
+        torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-6)
     assert not (folder / "run" / "checkpoints").exists()
 
 

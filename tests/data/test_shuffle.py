@@ -41,16 +41,16 @@ def test_batches_are_drawn_from_few_shards_and_shared_by_ranks(place: str, folde
     order = make_shard_order(train, SampledData(shuffle="shards", open_shards=2), 8, 3, 10)
     assert order is not None
 
-    def take(world: World, start: int = 0, what: str = "image") -> list[torch.Tensor]:
+    def take(world: World, start: int = 0, case: str = "image") -> list[torch.Tensor]:
         batches = crop_batches(train, Augmentation((8, 8)), 8, 3, world, workers=0, order=order)(start)
-        return [next(batches)[what] for _ in range(4)]
+        return [next(batches)[case] for _ in range(4)]
 
-    alone = take(World(0, 1, CPU))
+    single = take(World(0, 1, CPU))
     ranks = [take(World(rank, 2, CPU)) for rank in range(2)]
-    assert all(torch.equal(whole, torch.cat(parts)) for whole, *parts in zip(alone, *ranks, strict=True))
-    assert all(map(torch.equal, take(World(0, 1, CPU), 2)[:2], alone[2:]))
-    drawn = [[train.labels[row] for row in order.rows(step)] for step in range(4)]
-    assert [labels.tolist() for labels in take(World(0, 1, CPU), what="label")] == drawn
+    assert all(torch.equal(full, torch.cat(parts)) for full, *parts in zip(single, *ranks, strict=True))
+    assert all(map(torch.equal, take(World(0, 1, CPU), 2)[:2], single[2:]))
+    sample = [[train.labels[row] for row in order.rows(step)] for step in range(4)]
+    assert [labels.tolist() for labels in take(World(0, 1, CPU), case="label")] == sample
     assert len(set(train.shards.of[order.rows(0)].tolist())) == 2
 
 
@@ -98,9 +98,9 @@ def test_data_without_shards_and_orders_of_their_own_are_refused(folder: Path, t
 
 
 def test_shards_of_a_subset_are_shards_of_the_full_set(folder: Path) -> None:
-    whole, _ = open_split(ImageSource(str(folder / "pack")), "train")
+    full, _ = open_split(ImageSource(str(folder / "pack")), "train")
     data = open_class_data(ImageSource(str(folder / "pack")), 0.25)
-    assert whole.shards
+    assert full.shards
     assert data.minival.shards
     for part in (data.train, data.minival):
         assert part.shards
@@ -108,4 +108,4 @@ def test_shards_of_a_subset_are_shards_of_the_full_set(folder: Path) -> None:
             assert str(part.shards.paths[part.shards.of[row]]) in part.locate(row)
     # A pack is in the order by which minival is chosen: it is in the last shards, and not in all of them.
     assert sorted(set(data.minival.shards.of.tolist())) == [6, 7]
-    assert np.array_equal(whole.shards.of, np.repeat(np.arange(SHARDS), SHARD_IMAGES))
+    assert np.array_equal(full.shards.of, np.repeat(np.arange(SHARDS), SHARD_IMAGES))

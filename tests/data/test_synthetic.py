@@ -170,9 +170,9 @@ def test_mask_area_and_centroid_agree_with_the_geometry_of_every_object(scenes: 
 def test_largest_object_in_the_mask_is_the_main_one(scenes: list[Scene]) -> None:
     x, y = pixel_centres()
     for scene in scenes[:200]:
-        drawn = render(scene)[1] > 1
+        sample = render(scene)[1] > 1
         near = [np.hypot(x - item.x, y - item.y) <= item.radius + 0.01 for item in scene.objects]
-        areas = [np.count_nonzero(drawn & disc_around) for disc_around in near]
+        areas = [np.count_nonzero(sample & disc_around) for disc_around in near]
         assert all(areas[0] > area for area in areas[1:])
 
 

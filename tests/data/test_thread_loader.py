@@ -97,8 +97,8 @@ def test_images_that_are_predicted_or_examined_are_read_in_threads(
     read = [item for batch in read_files(paths, folder.reading, meet, batch_size=6, workers=0) for item in batch]
     assert [item.path for item in read] == paths  # type: ignore[union-attr]
     examined = inspect_split("all", folder.locate, partial(inspect_image, folder), len(paths), workers=0)
-    alone = [inspect_image(folder, row).digest for row in range(len(paths))]
-    assert examined.digests.tolist() == alone
+    single = [inspect_image(folder, row).digest for row in range(len(paths))]
+    assert examined.digests.tolist() == single
 
 
 @pytest.mark.parametrize("ending", ["jpg", "png", "webp", "bmp", "gif", "tif", "ppm"])

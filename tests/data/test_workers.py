@@ -217,12 +217,12 @@ def test_every_stream_of_the_data_closes(tmp_path: Path) -> None:
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-def test_scoring_leaves_no_worker(wrong: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("invalid", [False, True])
+def test_scoring_leaves_no_worker(invalid: bool, tmp_path: Path) -> None:
     split = ClassFolders(write_class_folders(tmp_path, classes=2, each=8))
 
     def logits(images: Tensor) -> Tensor:
-        if wrong:
+        if invalid:
             raise ValueError
         return torch.randn(len(images), 2)
 
@@ -287,10 +287,10 @@ def test_a_stop_reaches_the_other_ranks_as_it_is() -> None:
 
 @pytest.mark.parametrize("nohup", [False, True])
 def test_a_lost_terminal_stops_programs_started_without_nohup(nohup: bool) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+    initial = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
     try:
         with signals.listen():
             os.kill(os.getpid(), signal.SIGHUP)
             assert signals.requested() == (None if nohup else signal.SIGHUP)
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, initial)

@@ -43,7 +43,7 @@ NOT_TORCH = "x = 1"
     ],
 )
 def test_a_torch_that_cannot_be_imported_is_one_problem_among_the_findings(
-    name: str, text: str, found: str, remedy: str, behind: str, tmp_path: Path
+    name: str, text: str, actual: str, remedy: str, behind: str, tmp_path: Path
 ) -> None:
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text(text)
@@ -56,17 +56,17 @@ def test_a_torch_that_cannot_be_imported_is_one_problem_among_the_findings(
     result = json.loads(completed.stdout)
     (problem,) = [finding for finding in result["findings"] if finding["level"] == "problem"]
     assert problem["name"] == name
-    assert found in problem["found"]
+    assert actual in problem["found"]
     assert remedy in problem["remedy"]
     assert result["problems"] == 1
-    names = [each["name"] for each in result["findings"]]
+    names = [item["name"] for item in result["findings"]]
     assert {"Python", "packages", "memory", "runs", "hub"} < set(names)  # what needs no torch is told all the same
     assert names[-1] == behind
 
 
 def test_a_healthy_machine_has_no_problem_and_every_check_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [Finding("torch", "ok", "2"), Finding("hub", "warning", "away", "fetch it")]
-    monkeypatch.setattr(doctor, "examine", lambda: found)
+    actual = [Finding("torch", "ok", "2"), Finding("hub", "warning", "away", "fetch it")]
+    monkeypatch.setattr(doctor, "examine", lambda: actual)
     result = run_dpn("doctor")
     assert result.exit_code == 0
     assert result.stdout.splitlines() == [
@@ -97,25 +97,25 @@ def test_packages_are_compared_with_the_ranges_of_the_metadata(monkeypatch: pyte
     monkeypatch.setattr(metadata, "requires", rows.get)
     monkeypatch.setattr(metadata, "metadata", lambda name: about)
     monkeypatch.setattr(packages, "installed_version", versions.get)
-    found = _named(packages.check_packages())
-    assert found["timm"].level == "warning"
-    assert "1.2.0, and dpn is tested with timm<1.1,>=1.0.31" in found["timm"].found
-    assert found["timm"].remedy == "pip install --upgrade 'timm<1.1,>=1.0.31'"
-    assert (found["einops"].level, found["einops"].found) == ("problem", "not installed")
-    assert found["packages"].found.startswith("2 of 4")
-    assert "torch" not in found
-    assert "typer" not in found
-    assert found["torchvision"].found == "0.26.0 is built for torch==2.11.0, and torch 2.15.0+cu132 is installed"
-    assert "'torch==2.11.0' torchvision" in found["torchvision"].remedy
-    assert "not installed:" in found["extras"].found
+    actual = _named(packages.check_packages())
+    assert actual["timm"].level == "warning"
+    assert "1.2.0, and dpn is tested with timm<1.1,>=1.0.31" in actual["timm"].found
+    assert actual["timm"].remedy == "pip install --upgrade 'timm<1.1,>=1.0.31'"
+    assert (actual["einops"].level, actual["einops"].found) == ("problem", "not installed")
+    assert actual["packages"].found.startswith("2 of 4")
+    assert "torch" not in actual
+    assert "typer" not in actual
+    assert actual["torchvision"].found == "0.26.0 is built for torch==2.11.0, and torch 2.15.0+cu132 is installed"
+    assert "'torch==2.11.0' torchvision" in actual["torchvision"].remedy
+    assert "not installed:" in actual["extras"].found
     versions.update(torch="2.11.0+cu130")  # a build's own suffix is the same version
     assert "torchvision" not in _named(packages.check_packages())
 
 
 def test_an_old_python_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "python_version", lambda: "3.9.1")
-    found = _named(packages.check_packages())["Python"]
-    assert (found.level, found.found) == ("problem", "3.9.1, and dpn needs >=3.11")
+    actual = _named(packages.check_packages())["Python"]
+    assert (actual.level, actual.found) == ("problem", "3.9.1, and dpn needs >=3.11")
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -139,12 +139,12 @@ def test_the_limits_of_a_container_are_seen(version: int, tmp_path: Path, monkey
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text + "\n")
-    found = _named(machine.check_machine())
-    assert found["cores"].level == "warning"
-    assert "may use 2.5 of them" in found["cores"].found
-    assert "-j 2" in found["cores"].remedy
-    assert found["memory"].level == "warning"
-    assert "of 3.0 GB available" in found["memory"].found
+    actual = _named(machine.check_machine())
+    assert actual["cores"].level == "warning"
+    assert "may use 2.5 of them" in actual["cores"].found
+    assert "-j 2" in actual["cores"].remedy
+    assert actual["memory"].level == "warning"
+    assert "of 3.0 GB available" in actual["memory"].found
 
 
 def test_little_shared_memory_and_few_open_files_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,11 +152,11 @@ def test_little_shared_memory_and_few_open_files_are_warned_of(tmp_path: Path, m
     monkeypatch.setattr(cores, "SHARED", tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=64 * 10**6))
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
-    found = _named(machine.check_machine())
-    assert found["shared memory"].level == "warning"
-    assert "64 MB free" in found["shared memory"].found
-    assert "--shm-size" in found["shared memory"].remedy
-    assert found["open files"].remedy == "have the limit of 256 raised, or pass -j 0"
+    actual = _named(machine.check_machine())
+    assert actual["shared memory"].level == "warning"
+    assert "64 MB free" in actual["shared memory"].found
+    assert "--shm-size" in actual["shared memory"].remedy
+    assert actual["open files"].remedy == "have the limit of 256 raised, or pass -j 0"
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 4096))
     assert _named(machine.check_machine())["open files"].remedy == "run 'ulimit -n 1024' first"
 
@@ -169,14 +169,14 @@ def test_read_only_folders_and_full_disks_are_reported(tmp_path: Path, monkeypat
     monkeypatch.setenv("DPN_DATA_DIR", str(tmp_path / "data"))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**9))
-    found = _named(storage.check_storage())
-    assert found["dpn's files"].level == "problem"
-    assert "Not a directory" in found["dpn's files"].found
-    assert "DPN_HOME" in found["dpn's files"].remedy
-    assert found["runs"].level == "warning"
-    assert "1.0 GB free" in found["runs"].found
-    assert found["hub"].level == "ok"  # the tests ask for no network
-    assert found["data"].found == str(tmp_path / "data" / "imagenet")
+    actual = _named(storage.check_storage())
+    assert actual["dpn's files"].level == "problem"
+    assert "Not a directory" in actual["dpn's files"].found
+    assert "DPN_HOME" in actual["dpn's files"].remedy
+    assert actual["runs"].level == "warning"
+    assert "1.0 GB free" in actual["runs"].found
+    assert actual["hub"].level == "ok"  # the tests ask for no network
+    assert actual["data"].found == str(tmp_path / "data" / "imagenet")
     assert not (tmp_path / "runs").exists()  # nothing is left behind
 
 
@@ -193,16 +193,16 @@ def test_a_gpu_that_torch_cannot_use_is_reported_with_the_reason(
     monkeypatch.setattr(devices, "DRIVER", (tmp_path,))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (found,) = devices.check_gpus()
-    assert found.level == "problem"
-    assert found.found.endswith("the NVIDIA driver on your system is too old (found version 11040)."[1:])
-    assert "update NVIDIA's driver" in found.remedy
+    (actual,) = devices.check_gpus()
+    assert actual.level == "problem"
+    assert actual.found.endswith("the NVIDIA driver on your system is too old (found version 11040)."[1:])
+    assert "update NVIDIA's driver" in actual.remedy
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    (found,) = devices.check_gpus()
-    assert (found.level, found.remedy) == ("warning", "unset CUDA_VISIBLE_DEVICES")
+    (actual,) = devices.check_gpus()
+    assert (actual.level, actual.remedy) == ("warning", "unset CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(torch.version, "cuda", None)
-    (found,) = devices.check_gpus()
-    assert "is built without CUDA" in found.found
+    (actual,) = devices.check_gpus()
+    assert "is built without CUDA" in actual.found
 
 
 def test_a_gpu_without_kernels_or_in_use_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,9 +218,9 @@ def test_a_gpu_without_kernels_or_in_use_is_reported(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80"])
     random = torch.randn
     monkeypatch.setattr(torch, "randn", lambda *sides, device: random(*sides))
-    (found,) = devices.check_gpus()
-    assert found.level == "warning"
-    assert "9.0 GB of 80.0 GB free; other programs use it" in found.found
+    (actual,) = devices.check_gpus()
+    assert actual.level == "warning"
+    assert "9.0 GB of 80.0 GB free; other programs use it" in actual.found
     monkeypatch.setenv("LOCAL_RANK", "1")  # each rank looks at its own
     assert list(devices.check_gpus()) == []
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -231,10 +231,10 @@ def test_a_gpu_without_kernels_or_in_use_is_reported(monkeypatch: pytest.MonkeyP
         raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore")
 
     monkeypatch.setattr(torch, "randn", no_kernel)
-    (found,) = devices.check_gpus()
-    assert (found.level, found.name) == ("problem", "GPU 0")
-    assert "no kernel image" in found.found
-    assert "sm_75, sm_80" in found.remedy
+    (actual,) = devices.check_gpus()
+    assert (actual.level, actual.name) == ("problem", "GPU 0")
+    assert "no kernel image" in actual.found
+    assert "sm_75, sm_80" in actual.remedy
 
 
 @pytest.mark.parametrize(("native", "level"), [(True, "ok"), (False, "warning")])
@@ -246,8 +246,8 @@ def test_emulated_bf16_is_warned_of(native: bool, level: str, monkeypatch: pytes
 
 def test_a_missing_compiler_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda program: None)
-    (found,) = devices.check_compiler()
-    assert (found.level, found.remedy) == ("warning", "install it, or leave --compile out")
+    (actual,) = devices.check_compiler()
+    assert (actual.level, actual.remedy) == ("warning", "install it, or leave --compile out")
 
 
 def _meet(world: World, folder: Path) -> None:
@@ -258,8 +258,8 @@ def _meet(world: World, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: ["here", "elsewhere"][world.rank])
         patch.setattr(ranks, "versions", lambda: {"torch": ["2.0", "1.0"][world.rank]})
-        found = list(ranks.check_ranks(mine))
-    (folder / f"{world.rank}.json").write_text(json.dumps([[match.name, match.level, match.found] for match in found]))
+        actual = list(ranks.check_ranks(mine))
+    (folder / f"{world.rank}.json").write_text(json.dumps([[match.name, match.level, match.found] for match in actual]))
 
 
 def test_ranks_report_each_other_their_versions_and_findings(tmp_path: Path) -> None:
@@ -282,21 +282,21 @@ def test_ranks_that_do_not_meet_and_too_many_ranks_are_problems(monkeypatch: pyt
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setenv("RANK", "3")
-    (found,) = ranks.check_ranks([])
-    assert found.level == "problem"
-    assert found.found == "rank 3 of 8 does not reach the others: The client socket has timed out after 60000ms"
+    (actual,) = ranks.check_ranks([])
+    assert actual.level == "problem"
+    assert actual.found == "rank 3 of 8 does not reach the others: The client socket has timed out after 60000ms"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    (found,) = ranks.check_ranks([])
-    assert found.found == "8 ranks on this machine, and 4 GPUs"
-    assert found.remedy == "start torchrun with --nproc-per-node 4"
+    (actual,) = ranks.check_ranks([])
+    assert actual.found == "8 ranks on this machine, and 4 GPUs"
+    assert actual.remedy == "start torchrun with --nproc-per-node 4"
 
 
 def test_only_the_leading_rank_prints_when_the_ranks_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [Finding("ranks", "ok", "2 ranks")]
-    monkeypatch.setattr(doctor, "examine", lambda: found)
+    actual = [Finding("ranks", "ok", "2 ranks")]
+    monkeypatch.setattr(doctor, "examine", lambda: actual)
     monkeypatch.setenv("RANK", "1")
     assert run_dpn("doctor").output == ""
-    found[0] = Finding("ranks", "problem", "lost", "x")
+    actual[0] = Finding("ranks", "problem", "lost", "x")
     result = run_dpn("doctor")
     assert result.exit_code == 3
     assert "lost" in result.stdout
@@ -304,11 +304,11 @@ def test_only_the_leading_rank_prints_when_the_ranks_have_met(monkeypatch: pytes
 
 def test_a_device_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess_check, "STEP_TIMEOUT", 0.01)
-    ours, theirs = multiprocessing.Pipe()
-    for said in ("torch", Finding("torch", "ok", "2"), "GPU"):
-        theirs.send(said)
-    found = [
-        (each.name, each.level, each.found)
-        for each in subprocess_check.SubprocessCheck(multiprocessing.current_process(), ours, tmp_path).findings([])
+    actual, expected = multiprocessing.Pipe()
+    for message in ("torch", Finding("torch", "ok", "2"), "GPU"):
+        expected.send(message)
+    result = [
+        (item.name, item.level, item.found)
+        for item in subprocess_check.SubprocessCheck(multiprocessing.current_process(), actual, tmp_path).findings([])
     ]
-    assert found == [("torch", "ok", "2"), ("GPU", "problem", "no response in 0 s")]
+    assert result == [("torch", "ok", "2"), ("GPU", "problem", "no response in 0 s")]

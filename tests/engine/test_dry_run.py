@@ -141,10 +141,10 @@ def test_a_broken_save_or_load_is_noticed(
         save(self, name, copies, state)
 
     def bad_load(self: Checkpoints, name: str, *arguments: Any) -> State | None:
-        found = load(self, name, *arguments)
-        if found and name == "last.previous":
-            broken(found[0])
-        return found
+        actual = load(self, name, *arguments)
+        if actual and name == "last.previous":
+            broken(actual[0])
+        return actual
 
     monkeypatch.setattr(Checkpoints, where, {"save": bad_save, "load": bad_load}[where])
     with pytest.raises(SaveError, match=f"would not continue as the uninterrupted one; .*({message})") as raised:
@@ -358,10 +358,10 @@ def test_a_row_for_every_network_of_a_comparison_and_none_for_a_seed(tmp_path: P
 def test_a_run_that_is_there_stays_as_it_is(tmp_path: Path) -> None:
     words = [*words_of("highres", tmp_path), "-o", str(tmp_path / "run"), "-q"]
     assert run_dpn(*words, "--steps", "2", "--no-report").exit_code == 0
-    before = contents(tmp_path)
+    initial = contents(tmp_path)
     for more in ([], ["--resume"], ["--overwrite"]):
         assert run_dpn(*words, "--dry-run", *more).exit_code == 0
-    assert contents(tmp_path) == before
+    assert contents(tmp_path) == initial
 
 
 def test_a_signal_ends_a_dry_run_that_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,10 +416,10 @@ def test_a_sweep_takes_all_its_trainings_and_scores_each_test_split_once_a_seed(
     config: Any = SimpleNamespace(seeds=(0, 1, 2), lrs=(0.1, 0.2), protocol=protocol, keep_weights=keep)
     tasks = [task for task in TASKS if task.name in ("dtd", "svhn")]
     one = cost(steps=100, trainings=1, evaluation_seconds=0.5, kept=1000, passing=70)
-    found = sweep_cost(config, one, tasks)
-    assert (found.trainings, found.steps, found.step_seconds) == (trainings, 100 * trainings, 0.5)
-    assert found.evaluation_seconds == 0.5 * (200 * trainings + 2 * 1000 + 3 * (1_880 + 26_032))
-    assert (found.kept, found.passing) == (1000 * kept, 70 + 1000 * passing)
+    actual = sweep_cost(config, one, tasks)
+    assert (actual.trainings, actual.steps, actual.step_seconds) == (trainings, 100 * trainings, 0.5)
+    assert actual.evaluation_seconds == 0.5 * (200 * trainings + 2 * 1000 + 3 * (1_880 + 26_032))
+    assert (actual.kept, actual.passing) == (1000 * kept, 70 + 1000 * passing)
 
 
 def test_two_stages_of_a_distillation_are_two_rows(tmp_path: Path) -> None:
@@ -433,14 +433,14 @@ def test_two_stages_of_a_distillation_are_two_rows(tmp_path: Path) -> None:
 def test_a_classifier_is_evaluated_on_minival_on_the_way_and_on_validation_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[Sampled] = []
+    observed: list[Sampled] = []
 
     def rehearsed(begin: Callable[[], DryRunSetup], *_: object, **arguments: object) -> Cost:
-        seen.append(begin().sampled)
+        observed.append(begin().sampled)
         return cost()
 
     monkeypatch.setattr(classify, "dry_run_fit", rehearsed)
     assert run_dpn(*words_of("highres", tmp_path), "--dry-run", "-q", "--set", "data.minival=0.25").exit_code == 0
-    (sampled,) = seen
+    (sampled,) = observed
     assert sampled.end == 6  # a fifth of 30 images
     assert sampled.during == sampled.images == 6  # a quarter of the others

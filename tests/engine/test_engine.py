@@ -74,7 +74,7 @@ def test_whole_training_steps_equal_big_vision(
         for step in range(start, 4):
             yield {"image": to_nchw(np.roll(image, step, axis=2)), "label": torch.from_numpy(arrays["labels"][step])}
 
-    seen: list[ProgressTick] = []
+    observed: list[ProgressTick] = []
     log = MetricsLog(tmp_path / "metrics.jsonl")
     four = schedule.model_copy(update={"steps": 8})
     with pytest.raises(AssertionError, match="before step 4"):  # of the schedule's 8 steps, 4 are recorded
@@ -87,7 +87,7 @@ def test_whole_training_steps_equal_big_vision(
                 lr=lr,
                 batch_size=2,
                 seed=0,
-                outputs=Outputs(log=log, tick=seen.append),
+                outputs=Outputs(log=log, tick=observed.append),
                 micro_batch=MicroBatch(micro),
             ),
         )
@@ -115,8 +115,8 @@ def test_whole_training_steps_equal_big_vision(
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(optim: Optim, tmp_path: Path) -> None:
-    whole = small_vit(drop_path=0.3)
-    train_steps(whole, 10, optim=optim)
+    full = small_vit(drop_path=0.3)
+    train_steps(full, 10, optim=optim)
     checkpoints = Checkpoints(tmp_path)
 
     def broken(start: int) -> Generator[Batch, None, None]:
@@ -132,7 +132,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(optim: Optim, tmp_pa
     resumed = small_vit(seed=9, drop_path=0.3)
     result = train_steps(resumed, 10, optim=optim, outputs=Outputs(checkpoints), checkpoint_every=4)
     assert result.steps == 10
-    assert has_same_weights(whole, resumed)
+    assert has_same_weights(full, resumed)
 
 
 class _Coupled(CrossBatchLoss):
@@ -149,18 +149,18 @@ class _Coupled(CrossBatchLoss):
 def test_the_way_from_fit_to_backward_is_short(
     loss: engine.LossFn, micro: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[list[str]] = []
+    observed: list[list[str]] = []
     original = Tensor.backward
 
     def recorded(value: Tensor) -> None:
         names = [frame.name for frame in traceback.extract_stack()[:-1]]
-        seen.append(names[names.index("fit") :])
+        observed.append(names[names.index("fit") :])
         original(value)  # type: ignore[no-untyped-call]
 
     monkeypatch.setattr(Tensor, "backward", recorded)
     train_steps(small_vit(), 2, loss_fn=loss, micro_batch=MicroBatch(micro))
-    assert len(seen) == 2 * -(-8 // micro)
-    assert {len(names) for names in seen} == {3}
+    assert len(observed) == 2 * -(-8 // micro)
+    assert {len(names) for names in observed} == {3}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -195,16 +195,16 @@ def test_a_gradient_that_is_no_number_stops_before_the_update() -> None:
 def test_frozen_weights_do_not_move() -> None:
     model = small_vit()
     model.patch_embed.requires_grad_(False)
-    before = model.patch_embed.proj.weight.clone()
+    initial = model.patch_embed.proj.weight.clone()
     train_steps(model, 5)
-    assert torch.equal(model.patch_embed.proj.weight, before)
+    assert torch.equal(model.patch_embed.proj.weight, initial)
     assert not has_same_weights(model, small_vit())
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
 def test_a_signal_saves_the_state_and_names_its_exit_code(number: int, code: int, tmp_path: Path) -> None:
-    whole, stopped, resumed = small_vit(), small_vit(), small_vit(seed=9)
-    train_steps(whole, 6)
+    full, stopped, resumed = small_vit(), small_vit(), small_vit(seed=9)
+    train_steps(full, 6)
 
     def interrupting(start: int) -> Generator[Batch, None, None]:
         for step, batch in enumerate(random_batches()(start), start):
@@ -219,26 +219,26 @@ def test_a_signal_saves_the_state_and_names_its_exit_code(number: int, code: int
     assert saved is not None
     assert saved[1]["step"] == 3
     train_steps(resumed, 6, outputs=Outputs(Checkpoints(tmp_path)))
-    assert has_same_weights(whole, resumed)
+    assert has_same_weights(full, resumed)
 
 
 def test_seconds_count_the_sessions_before_and_rates_only_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, outputs = [1000.0], Outputs(Checkpoints(tmp_path))
-    monkeypatch.setattr("dpn_cli.engine.fit.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    current, outputs = [1000.0], Outputs(Checkpoints(tmp_path))
+    monkeypatch.setattr("dpn_cli.engine.fit.time", SimpleNamespace(perf_counter=lambda: current[0]))
     ticks: list[ProgressTick] = []
 
     def slow(start: int, stop: int = 99) -> Generator[Batch, None, None]:
         stream = random_batches()(start)
         for _ in range(start, stop):
-            now[0] += 10.0
+            current[0] += 10.0
             yield next(stream)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         train_steps(small_vit(), 6, batches=partial(slow, stop=5), outputs=outputs, checkpoint_every=3)
-    now[0] = 9e9  # the time between two sessions does not count
+    current[0] = 9e9  # the time between two sessions does not count
     result = train_steps(small_vit(), 6, batches=slow, outputs=replace(outputs, tick=ticks.append), checkpoint_every=3)
     # Three steps and the batch read ahead were saved, and three batches were read then.
     assert (result.seconds, result.wait_seconds, result.earlier) == (70.0, 70.0, (40.0, 40.0))
@@ -385,7 +385,7 @@ def save_and_die(folder: Path) -> None:
 
 def test_kill_nine_in_the_middle_of_a_save_loses_nothing(tmp_path: Path) -> None:
     assert run_in_child(save_and_die, tmp_path) == -signal.SIGKILL
-    whole, resumed = small_vit(), small_vit(seed=9)
+    full, resumed = small_vit(), small_vit(seed=9)
     warnings: list[str] = []
     steps: list[int] = []
 
@@ -393,12 +393,12 @@ def test_kill_nine_in_the_middle_of_a_save_loses_nothing(tmp_path: Path) -> None
         steps.append(start)
         return random_batches()(start)
 
-    train_steps(whole, 10)
+    train_steps(full, 10)
     train_steps(
         resumed, 10, batches=watched, outputs=Outputs(Checkpoints(tmp_path), warn=warnings.append), checkpoint_every=2
     )
     assert steps == [4]
-    assert has_same_weights(whole, resumed)
+    assert has_same_weights(full, resumed)
 
 
 # The parameters of each layer of the small network, whose only block has the number 1.
@@ -418,10 +418,10 @@ def test_norms_of_layers_are_measured_before_clipping(micro: int, tmp_path: Path
     log, model = MetricsLog(tmp_path / "metrics.jsonl"), small_vit()
     nn.init.normal_(model.get_parameter("head.weight"), generator=torch.Generator().manual_seed(1))
     loss_fn(model, next(random_batches()(0))).backward()  # type: ignore[no-untyped-call]
-    found = {name: value.grad.double() for name, value in model.named_parameters() if value.grad is not None}
-    layers = {**OWN_LAYERS, "block 1": [name for name in found if name.startswith("blocks.0.")]}
-    by_hand = {name: math.sqrt(sum(float((found.pop(one) ** 2).sum()) for one in own)) for name, own in layers.items()}
-    assert not found
+    actual = {name: value.grad.double() for name, value in model.named_parameters() if value.grad is not None}
+    layers = {**OWN_LAYERS, "block 1": [name for name in actual if name.startswith("blocks.0.")]}
+    by_hand = {name: math.sqrt(sum(float((actual.pop(one) ** 2).sum()) for one in own)) for name, own in layers.items()}
+    assert not actual
     job_of_one = make_job(
         1, layer_norms=True, optim=Optim(clip_norm=1e-3), outputs=Outputs(log=log), micro_batch=MicroBatch(micro)
     )
@@ -459,13 +459,13 @@ def test_norms_of_layers_are_means_over_all_steps_and_those_of_the_last_ones_sta
         network.patch_embed.requires_grad_(False)
     fields: dict[str, Any] = {"batch_size": 2, "batches": random_batches(2)}
     train_steps(model, 120, layer_norms=True, outputs=Outputs(log=log), **fields)
-    records, before = log.records(), 0
+    records, initial = log.records(), 0
     assert [record["step"] for record in records] == [*range(2, 105, 2), 105, *range(106, 121, 2)]
     for record in records:
-        assert record["layer_norms_steps"] == record["step"] - before
-        mean = statistics.fmean(by_hand[before : record["step"]])
+        assert record["layer_norms_steps"] == record["step"] - initial
+        mean = statistics.fmean(by_hand[initial : record["step"]])
         assert record["layer_norms"]["block 1"] == pytest.approx(mean, rel=1e-4)
-        before = record["step"]
+        initial = record["step"]
     assert "embedding" not in records[-1]["layer_norms"]
     monkeypatch.undo()
     untouched = MetricsLog(tmp_path / "plain.jsonl")
@@ -481,14 +481,14 @@ def test_norms_of_layers_of_a_resumed_run_equal_the_uninterrupted_ones(tmp_path:
         yield from itertools.islice(random_batches(2)(start), 10)
         raise KeyboardInterrupt
 
-    whole, cut = (MetricsLog(tmp_path / name) for name in ("whole.jsonl", "cut.jsonl"))
+    full, cut = (MetricsLog(tmp_path / name) for name in ("whole.jsonl", "cut.jsonl"))
     fields: dict[str, Any] = {"batch_size": 2, "layer_norms": True, "checkpoint_every": 7}
-    train_steps(small_vit(), 120, batches=random_batches(2), outputs=Outputs(log=whole), **fields)
+    train_steps(small_vit(), 120, batches=random_batches(2), outputs=Outputs(log=full), **fields)
     outputs = Outputs(Checkpoints(tmp_path / "checkpoints"), cut)
     with pytest.raises(KeyboardInterrupt):
         train_steps(small_vit(), 120, batches=broken, outputs=outputs, **fields)
     train_steps(small_vit(seed=9), 120, batches=random_batches(2), outputs=outputs, **fields)
-    norms = [[(one["step"], one["layer_norms"]) for one in log.records()] for log in (whole, cut)]
+    norms = [[(one["step"], one["layer_norms"]) for one in log.records()] for log in (full, cut)]
     assert norms[0] == norms[1]
 
 

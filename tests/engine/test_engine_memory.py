@@ -137,12 +137,12 @@ def test_a_resumed_run_starts_with_the_micro_batch_that_fitted(tmp_path: Path) -
                 train_steps(model, 6, checkpoint_every=2, **options)
         return model, tried
 
-    whole, _ = training("whole", 0, 2, None, MicroBatch(8))
+    full, _ = training("whole", 0, 2, None, MicroBatch(8))
     for folder in ("shrunk", "stated"):
         assert training(folder, 0, 2, 3, MicroBatch(8))[1][:3] == [8, 4, 2]
     resumed, tried = training("shrunk", 1, 8, None, MicroBatch(8))  # there would be room for more
     assert set(tried) == {2}
-    assert has_same_weights(whole, resumed)
+    assert has_same_weights(full, resumed)
     assert set(training("stated", 1, 8, None, MicroBatch(4, fixed=True))[1]) == {4}
 
 

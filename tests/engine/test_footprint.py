@@ -58,12 +58,12 @@ def measured(optim: Optim, rows: int, runtime: Runtime, world: World, ema: float
         micro_batch = MicroBatch(rows)
         more = {"optim": optim, "micro_batch": micro_batch, "runtime": runtime, "ema_decay": ema, "world": world}
         engine.fit(ready, make_job(3, loss_fn=loss_fn, batches=batches, outputs=outputs, **more))
-    now, most = 0, 0
+    current, most = 0, 0
     results = profiler.profiler.kineto_results
     for event in sorted(results.events(), key=lambda event: event.start_ns()):
         if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now) if event.start_ns() > began[0] else 0
+            current += event.nbytes()
+            most = max(most, current) if event.start_ns() > began[0] else 0
     return most
 
 
@@ -81,9 +81,9 @@ def measured(optim: Optim, rows: int, runtime: Runtime, world: World, ema: float
 )
 def test_a_step_takes_the_estimated_memory(optim: Optim, rows: int, options: dict[str, Any]) -> None:
     ema, bf16 = options.pop("ema", 0.0), options.pop("bf16", False)
-    found = measured(optim, rows, Runtime(precision="bf16" if bf16 else "fp32"), SINGLE_PROCESS, ema, **options)
-    said = step_bytes(network(**options), optim, BATCH, rows, bf16=bf16, ema=bool(ema))
-    assert said == pytest.approx(found, rel=0.05)
+    actual = measured(optim, rows, Runtime(precision="bf16" if bf16 else "fp32"), SINGLE_PROCESS, ema, **options)
+    message = step_bytes(network(**options), optim, BATCH, rows, bf16=bf16, ema=bool(ema))
+    assert message == pytest.approx(actual, rel=0.05)
 
 
 def in_parts(world: World, folder: Path, rows: int) -> None:
@@ -94,8 +94,8 @@ def in_parts(world: World, folder: Path, rows: int) -> None:
 @pytest.mark.parametrize("rows", [4, 1])
 def test_a_step_of_a_sharded_network_takes_the_estimated_memory(rows: int, tmp_path: Path) -> None:
     run_distributed(partial(in_parts, rows=rows), tmp_path)
-    said = step_bytes(network("Ti/16"), ADAM, 4, rows, shards=2)
-    assert [said, said] == pytest.approx(
+    message = step_bytes(network("Ti/16"), ADAM, 4, rows, shards=2)
+    assert [message, message] == pytest.approx(
         [int((tmp_path / rank).read_text()) for rank in "01"], rel=0.3
     )  # what is on its way differs
 
@@ -109,5 +109,5 @@ def test_a_plan_states_the_memory_of_a_device(ranks: int, words: tuple[str, ...]
     result = json.loads(completed.stdout)
     output = run_dpn("pretrain", *line[2:], "--data", "imagenet", "--print-config").stdout
     config = build(PretrainConfig, yaml.safe_load(output), "test")
-    said = step_bytes(load_network(config, 1000), ADAM, 32 // ranks, 4, shards=ranks, ema=True)
-    assert (result["micro_batch_size"], result["memory_bytes"]) == (4, said)
+    message = step_bytes(load_network(config, 1000), ADAM, 32 // ranks, 4, shards=ranks, ema=True)
+    assert (result["micro_batch_size"], result["memory_bytes"]) == (4, message)

@@ -60,12 +60,12 @@ class Spoiled:
 @pytest.mark.parametrize("step", [0, 11, 15])  # the first, one that is read late, one that is logged
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0])
 def test_nothing_is_updated_from_a_step_that_is_no_number_on(optim: Optim, step: int, value: float) -> None:
-    spoiled, whole = small_vit(), small_vit()
+    damaged, full = small_vit(), small_vit()
     with pytest.raises(NonFiniteError, match=f"step {step + 1}: loss "):
-        train_steps(spoiled, STEPS, loss_fn=Spoiled(step, value), optim=optim, lr=1e-3)
+        train_steps(damaged, STEPS, loss_fn=Spoiled(step, value), optim=optim, lr=1e-3)
     with pytest.raises(EnoughError):
-        train_steps(whole, STEPS, loss_fn=Spoiled(step, None), optim=optim, lr=1e-3)
-    assert has_same_weights(spoiled, whole)
+        train_steps(full, STEPS, loss_fn=Spoiled(step, None), optim=optim, lr=1e-3)
+    assert has_same_weights(damaged, full)
 
 
 def seen(monkeypatch: pytest.MonkeyPatch, optim: Optim) -> list[str]:
@@ -103,7 +103,7 @@ def test_the_next_gradients_are_started_before_a_step_is_read(optim: Optim, monk
 
 
 def test_a_step_is_read_before_its_update_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    at_once = [f"{what} {step}" for step in range(10) for what in ("compute", "read")]
+    at_once = [f"{case} {step}" for step in range(10) for case in ("compute", "read")]
     assert seen(monkeypatch, ADAM) == at_once  # a CPU
     monkeypatch.setattr(engine, "FiniteCheck", lambda optimizer, late: FiniteCheck(optimizer, late=True))
     assert [seen(monkeypatch, optim) for optim in OTHERS] == [at_once, at_once]
@@ -135,11 +135,11 @@ def test_no_checkpoint_is_written_of_a_step_that_is_no_number(tmp_path: Path) ->
 @pytest.mark.parametrize(("device", "late"), [("cpu", False), ("cuda", True)])
 def test_a_gpu_is_read_late(device: str, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def check(optimizer: torch.optim.Optimizer, late: bool) -> FiniteCheck:
-        asked.append(late)
+        calls.append(late)
         raise EnoughError
 
-    asked: list[bool] = []
+    calls: list[bool] = []
     monkeypatch.setattr(engine, "FiniteCheck", check)
     with pytest.raises(EnoughError):
         train_steps(small_vit(), 2, world=World(0, 1, torch.device(device)))
-    assert asked == [late]
+    assert calls == [late]

@@ -44,16 +44,16 @@ SCENIC: dict[str, tuple[float, Schedule]] = {
 def test_schedules_equal_big_vision(name: str, golden: Callable[[str], Arrays]) -> None:
     arrays = golden("schedules_bv")
     base = 0.003 * 512 / 256 if "scalebs" in name else 1.0
-    ours = [base * lr_factor(BIG_VISION[name], int(step)) for step in arrays[f"{name}/steps"]]
-    np.testing.assert_allclose(ours, arrays[f"{name}/value"], atol=2e-6 * base, rtol=0)
+    actual = [base * lr_factor(BIG_VISION[name], int(step)) for step in arrays[f"{name}/steps"]]
+    np.testing.assert_allclose(actual, arrays[f"{name}/value"], atol=2e-6 * base, rtol=0)
 
 
 @pytest.mark.parametrize("name", SCENIC)
 def test_schedules_equal_scenic(name: str, golden: Callable[[str], Arrays]) -> None:
     arrays, (base, schedule) = golden("schedules_scenic"), SCENIC[name]
     steps = [int(step) for step in arrays[f"{name}/steps"] if step < schedule.steps]
-    ours = [base * lr_factor(schedule, step) for step in steps]
-    np.testing.assert_allclose(ours, arrays[f"{name}/value"][: len(steps)], atol=2e-6 * base, rtol=0)
+    actual = [base * lr_factor(schedule, step) for step in steps]
+    np.testing.assert_allclose(actual, arrays[f"{name}/value"][: len(steps)], atol=2e-6 * base, rtol=0)
 
 
 def test_every_recorded_schedule_is_compared(golden: Callable[[str], Arrays]) -> None:

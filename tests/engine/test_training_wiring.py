@@ -36,25 +36,25 @@ STEPS = 6
 
 def trajectory(ema: float | None, folder: Path | None = None) -> tuple[list[Tensor], Tensor]:
     """Train for six steps; returns a kernel as each evaluation sees it (after every step), and as it is in the end."""
-    model, seen, scores = small_vit(), [], iter([1.0, 2.0, 9.0, 3.0, 4.0, 5.0])
+    model, observed, scores = small_vit(), [], iter([1.0, 2.0, 9.0, 3.0, 4.0, 5.0])
     head = model.get_parameter("head.weight")
 
     def evaluate() -> dict[str, float]:
-        seen.append(head.detach().clone())
+        observed.append(head.detach().clone())
         return {"accuracy": next(scores)}
 
     outputs = Outputs(Checkpoints(folder) if folder else None)
     engine.fit(model, make_job(STEPS, ema_decay=ema, evaluate=evaluate, evaluate_every=1, outputs=outputs))
-    return seen, head.detach().clone()
+    return observed, head.detach().clone()
 
 
 def averages(start: Tensor, raw: list[Tensor]) -> list[Tensor]:
     """Return the moving average of the weights after every step: its decay rises to `DECAY`."""
-    found = [start]
+    actual = [start]
     for step, weight in enumerate(raw):
         decay = min(DECAY, (1 + step) / (10 + step))
-        found.append(decay * found[-1] + (1 - decay) * weight)
-    return found[1:]
+        actual.append(decay * actual[-1] + (1 - decay) * weight)
+    return actual[1:]
 
 
 def test_averaged_weights_are_evaluated_saved_as_best_and_left_in_the_model(tmp_path: Path) -> None:
@@ -77,12 +77,12 @@ def test_the_saved_file_of_a_run_holds_the_averaged_weights(
     """The scores make the second of four evaluations the best one; its weights as they were scored are kept."""
     from tasks.classify import train as training
 
-    seen: list[Tensor] = []
+    observed: list[Tensor] = []
     scores = iter([1.0, 9.0, 2.0, 3.0])
     original = training._ClassifierTraining.minival
 
     def scored(self: Any) -> dict[str, float]:
-        seen.append(self.model.head.weight.detach().clone())
+        observed.append(self.model.head.weight.detach().clone())
         return {**original(self), "accuracy": next(scores)}
 
     monkeypatch.setattr(training._ClassifierTraining, "minival", scored)
@@ -93,8 +93,8 @@ def test_the_saved_file_of_a_run_holds_the_averaged_weights(
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     kept = load_file(tmp_path / "run" / "weights.safetensors")["head.weight"]
-    torch.testing.assert_close(kept, seen[1 if select == "best" else 3])
-    assert not torch.equal(seen[1], seen[3])
+    torch.testing.assert_close(kept, observed[1 if select == "best" else 3])
+    assert not torch.equal(observed[1], observed[3])
 
 
 def test_a_config_with_an_average_evaluates_and_keeps_it(
@@ -103,20 +103,20 @@ def test_a_config_with_an_average_evaluates_and_keeps_it(
     """A run without an average is scored after every step, and its weights are averaged by hand."""
     from tasks.classify import train as training
 
-    seen: list[Tensor] = []
+    observed: list[Tensor] = []
     original = training._ClassifierTraining.minival
 
     def scored(self: Any) -> dict[str, float]:
-        seen.append(self.model.head.weight.detach().clone())
+        observed.append(self.model.head.weight.detach().clone())
         return original(self)
 
     monkeypatch.setattr(training._ClassifierTraining, "minival", scored)
     short = {"schedule": {"steps": 4}, "evaluate_every": 1, "runtime": {"workers": 0}}
     train_highres(highres_config(photos, **short), tmp_path / "raw")
-    raw = seen.copy()
+    raw = observed.copy()
     train_highres(highres_config(photos, ema=DECAY, **short), tmp_path / "averaged")
     expected = averages(torch.zeros_like(raw[0]), raw)
-    torch.testing.assert_close(seen[len(raw) :], expected)
+    torch.testing.assert_close(observed[len(raw) :], expected)
     kept = load_file(tmp_path / "averaged" / "weights.safetensors")["head.weight"]
     torch.testing.assert_close(kept, expected[-1])
     assert not torch.allclose(kept, raw[-1])

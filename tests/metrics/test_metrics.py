@@ -111,23 +111,23 @@ def framed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("resize_side", "begin"), [(96, 32), (48, 8), (32, 0)])
 def test_the_saved_side_prepares_the_images_of_eval_and_predict(
-    resize_side: int, begin: int, framed: Path, tmp_path: Path
+    resize_side: int, start: int, framed: Path, tmp_path: Path
 ) -> None:
     file = str(classifier_file(tmp_path / "weights.safetensors", resize_side))
     model = load_backbone(checkpoint=file, stem=None, image_size=32, num_classes=3, head="load").eval()
-    shrink, paths, chances = 96 // resize_side, sorted(framed.rglob("*.png")), []
+    shrink, paths, probabilities = 96 // resize_side, sorted(framed.rglob("*.png")), []
     for path in paths:
         with Image.open(path) as image:
             blocks = np.asarray(image).astype(np.float64).reshape(resize_side, shrink, resize_side, shrink, 3)
-        resized = np.floor(blocks.mean(axis=(1, 3)) + 1e-3)[begin : begin + 32, begin : begin + 32]
+        resized = np.floor(blocks.mean(axis=(1, 3)) + 1e-3)[start : start + 32, start : start + 32]
         with torch.no_grad():
-            chances.append(model((torch.from_numpy(resized).float().permute(2, 0, 1)[None] / 255 - 0.5) / 0.5)[0])
-    expected = torch.stack(chances).softmax(-1)
-    guessed = json.loads(run_dpn("predict", file, str(framed), "--json").stdout)
-    assert [guess["image"] for guess in guessed] == [str(path) for path in paths]
-    for guess, row in zip(guessed, expected.tolist(), strict=True):
-        found = {entry["class"]: entry["probability"] for entry in guess["classes"]}
-        assert found == pytest.approx({f"class{label}": value for label, value in enumerate(row)}, abs=1e-4)
+            probabilities.append(model((torch.from_numpy(resized).float().permute(2, 0, 1)[None] / 255 - 0.5) / 0.5)[0])
+    expected = torch.stack(probabilities).softmax(-1)
+    predicted = json.loads(run_dpn("predict", file, str(framed), "--json").stdout)
+    assert [prediction["image"] for prediction in predicted] == [str(path) for path in paths]
+    for prediction, row in zip(predicted, expected.tolist(), strict=True):
+        actual = {entry["class"]: entry["probability"] for entry in prediction["classes"]}
+        assert actual == pytest.approx({f"class{label}": value for label, value in enumerate(row)}, abs=1e-4)
     scored = json.loads(run_dpn("eval", file, "--data", str(framed), "--json", "-q").stdout)
     labels = torch.tensor([int(path.parent.name[-1]) for path in paths])
     assert scored["resize_side"] == resize_side
@@ -139,10 +139,10 @@ def test_data_of_some_of_the_classes_are_scored_among_these(framed: Path, tmp_pa
     file = str(classifier_file(tmp_path / "weights.safetensors", 48))
     for name in ("class1", "class2"):
         shutil.copytree(framed / name, tmp_path / "some" / name)
-    guessed = json.loads(run_dpn("predict", file, str(tmp_path / "some"), "--json").stdout)
-    found = [{entry["class"]: entry["probability"] for entry in guess["classes"]} for guess in guessed]
-    both = torch.tensor([[chances["class1"], chances["class2"]] for chances in found])
-    labels = torch.tensor([int(Path(guess["image"]).parent.name[-1]) - 1 for guess in guessed])
+    predicted = json.loads(run_dpn("predict", file, str(tmp_path / "some"), "--json").stdout)
+    actual = [{entry["class"]: entry["probability"] for entry in prediction["classes"]} for prediction in predicted]
+    both = torch.tensor([[probabilities["class1"], probabilities["class2"]] for probabilities in actual])
+    labels = torch.tensor([int(Path(prediction["image"]).parent.name[-1]) - 1 for prediction in predicted])
     scored = json.loads(run_dpn("eval", file, "--data", str(tmp_path / "some"), "--json", "-q").stdout)
     expected = (both / both.sum(1, keepdim=True)).log()[range(8), labels]
     assert scored["loss"] == pytest.approx(-expected.mean().item(), abs=1e-4)
@@ -167,12 +167,12 @@ def test_every_seed_of_the_few_shot_probe_draws_its_own_images(tmp_path: Path) -
     arguments = ["--data", str(photos), "--val-fraction", "0.5", "--shots", "2,5", "--seeds", "3,0,7", "--json", "-q"]
     result = run_dpn("eval", "fewshot", file, *arguments)
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)["accuracy"]
+    actual = json.loads(result.stdout)["accuracy"]
     model = load_backbone(checkpoint=file, stem=None, image_size=None).eval()
     parts = hold_out(open_split(ImageSource(str(photos)), "train")[0], 0.5)
     train, test = (encode(model, ImageSubset(part, range(30)), Runtime(workers=0), CPU.device, 64) for part in parts)
     for shots in (2, 5):
         expected = [100 * probe(*draw_examples(*train, 3, shots, seed), *test, 3) for seed in (3, 0, 7)]
-        assert found[str(shots)]["seeds"] == [3, 0, 7]
-        assert found[str(shots)]["values"] == pytest.approx(expected, abs=1e-3)
+        assert actual[str(shots)]["seeds"] == [3, 0, 7]
+        assert actual[str(shots)]["values"] == pytest.approx(expected, abs=1e-3)
         assert len(set(expected)) > 1

@@ -41,8 +41,8 @@ def test_pairing_removes_the_variance_that_pairs_share() -> None:
     difference = paired_difference([x + 1 for x in shared], shared)
     assert (difference.mean, difference.stderr) == (1.0, 0.0)
     result = stats.ttest_rel([61, 70.5, 82], shared)
-    ours = paired_difference([61, 70.5, 82], shared)
-    assert ours.ci95 == pytest.approx(tuple(result.confidence_interval(0.95)))
+    actual = paired_difference([61, 70.5, 82], shared)
+    assert actual.ci95 == pytest.approx(tuple(result.confidence_interval(0.95)))
     with pytest.raises(ValueError, match="zip"):
         paired_difference([1.0], shared)
 

@@ -75,11 +75,11 @@ def test_a_block_is_its_equations(placement: str, where: str) -> None:
         return
     block: Any = network(placement=placement, norm_options=options).double().blocks[1]
     expected = x = torch.randn(2, 5, 64, dtype=torch.float64)
-    for number, (how, layer) in enumerate(zip(placement.split(","), (attention, mlp), strict=True), 1):
+    for number, (mode, layer) in enumerate(zip(placement.split(","), (attention, mlp), strict=True), 1):
         first = getattr(block, f"norm{number}")
-        second = getattr(block, f"post_norm{number}", None) if how == "pre+post" else first
-        branch = layer(layer_norm(expected, first) if "pre" in how else expected, block)
-        if "post" not in how:
+        second = getattr(block, f"post_norm{number}", None) if mode == "pre+post" else first
+        branch = layer(layer_norm(expected, first) if "pre" in mode else expected, block)
+        if "post" not in mode:
             expected = expected + branch
         elif where == "residual":
             expected = layer_norm(expected + branch, second)
@@ -94,8 +94,8 @@ def test_normformer_is_its_equations(head_scale: bool, res_scale: bool) -> None:
     block: Any = network(placement="normformer", norm_options=options).double().blocks[0]
     x = torch.randn(2, 5, 64, dtype=torch.float64)
     scale = block.attn.norm.scale.repeat_interleave(32) if head_scale else 1
-    after = layer_norm(attention(layer_norm(x, block.norm1), block, lambda heads: heads * scale), block.post_norm1)
-    y = x + after
+    final = layer_norm(attention(layer_norm(x, block.norm1), block, lambda heads: heads * scale), block.post_norm1)
+    y = x + final
     inside = mlp(layer_norm(y, block.norm2), block, lambda hidden: layer_norm(hidden, block.mlp.norm))
     expected = (y * block.res_scale if res_scale else y) + inside
     torch.testing.assert_close(block(x), expected, atol=1e-10, rtol=1e-10)
@@ -116,9 +116,9 @@ def timms(**options: Any) -> VisionTransformer:
         ({"placement": "post,post", "norm_options": {"post": "branch"}}, {"block_fn": ResPostBlock}),
     ],
 )
-def test_blocks_have_timms_names_and_give_timms_outputs(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    model = network(pool="gap", **ours)
-    other = timms(**theirs)
+def test_blocks_have_timms_names_and_give_timms_outputs(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    model = network(pool="gap", **actual)
+    other = timms(**expected)
     other.load_state_dict(model.state_dict())
     torch.testing.assert_close(model(images()), other(images()), atol=1e-5, rtol=1e-5)
 
@@ -146,8 +146,8 @@ def test_a_network_of_any_norm_is_saved_loaded_and_described(norm: str, tmp_path
     reloaded = load_backbone(checkpoint=str(tmp_path / "it.safetensors"), image_size=None, num_classes=5, head="load")
     assert reloaded.config == model.config
     assert torch.equal(reloaded.eval()(images()), model(images()))
-    found = inspect(read_file(tmp_path / "it.safetensors"))
-    assert (found["norm"], found["placement"], found["norm_options"]) == (norm, "pre,pre+post", {"post": "branch"})
+    actual = inspect(read_file(tmp_path / "it.safetensors"))
+    assert (actual["norm"], actual["placement"], actual["norm_options"]) == (norm, "pre,pre+post", {"post": "branch"})
 
 
 def test_norms_of_a_checkpoint_are_its_own(tmp_path: Path) -> None:

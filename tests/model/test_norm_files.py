@@ -106,8 +106,8 @@ def saved(state: State, folder: Path) -> Path:
     return folder / "weights.pth.tar"
 
 
-def close(ours: Any, expected: Tensor) -> None:
-    torch.testing.assert_close(ours.double()(images()), expected, atol=1e-9, rtol=1e-9)
+def close(actual: Any, expected: Tensor) -> None:
+    torch.testing.assert_close(actual.double()(images()), expected, atol=1e-9, rtol=1e-9)
 
 
 @torch.no_grad()
@@ -116,11 +116,11 @@ def close(ours: Any, expected: Tensor) -> None:
 def test_networks_of_dtns_code_give_its_outputs(first: int, variance_only: bool, tmp_path: Path) -> None:
     state = make_dtn_state(4, first, variance_only=variance_only)
     source = read_file(saved(state, tmp_path))
-    ours = load_with_head(source, None)
-    close(ours, outputs(state, dtn, joins_at=first))
+    actual = load_with_head(source, None)
+    close(actual, outputs(state, dtn, joins_at=first))
     statistics: Any = "variance" if variance_only else "both"
     blocks = None if first == 3 else first  # 3 of 4 blocks, as 10 of 12, are dpn's default too
-    assert ours.config.norm_options == NormOptions(dtn="released", dtn_statistics=statistics, dtn_blocks=blocks)
+    assert actual.config.norm_options == NormOptions(dtn="released", dtn_statistics=statistics, dtn_blocks=blocks)
     assert (source.heads, source.eps, len(source.dropped)) == (HEADS, 1e-5, 2 * first)
     assert (source.mean, source.std) == (IMAGENET_MEAN, IMAGENET_STD)
     without = dict(state) | {name: torch.zeros_like(value) for name, value in state.items() if "pos_proj.bias" in name}
@@ -132,21 +132,21 @@ def test_networks_of_dtns_code_give_its_outputs(first: int, variance_only: bool,
 def test_deits_of_slabs_code_give_its_outputs(linear_norm: bool, tmp_path: Path) -> None:
     state = make_slab_state(2, linear_norm=linear_norm)
     source = Facts(heads=HEADS).apply(read_file(saved(state, tmp_path)))
-    ours = load_with_head(source, None)
+    actual = load_with_head(source, None)
     expected = outputs(state, rep_bn, joins_at=0)
-    close(ours, expected)
-    assert (ours.config.norm, ours.config.norm_options) == ("prepbn", NormOptions(final="same"))
-    assert {float(value) for name, value in ours.state_dict().items() if name.endswith("progress")} == {
+    close(actual, expected)
+    assert (actual.config.norm, actual.config.norm_options) == ("prepbn", NormOptions(final="same"))
+    assert {float(value) for name, value in actual.state_dict().items() if name.endswith("progress")} == {
         0.75 if linear_norm else 1.0
     }
     shares = []
     for share in (0, 0.4):  # fine-tuning goes on where the file's training was; 0.4 is half of what it mixes
-        set_progress(ours, share)
-        shares.append(float(ours.get_submodule("norm").progress))
+        set_progress(actual, share)
+        shares.append(float(actual.get_submodule("norm").progress))
     assert shares == ([0.75, 0.875] if linear_norm else [1, 1])
     trained = [name for name in state if name.startswith("blocks.0.norm2.norm1.")]
     for name in trained:
-        torch.testing.assert_close(ours.state_dict()[name.replace("norm1.", "ln.")], state[name].double())
+        torch.testing.assert_close(actual.state_dict()[name.replace("norm1.", "ln.")], state[name].double())
     assert len(source.added) == (0 if linear_norm else 5)
     assert len(source.dropped) == (4 * 5 if linear_norm else 5)  # counters of every norm
     done = fold_file(source, tmp_path / "plain.safetensors")
@@ -170,8 +170,8 @@ def test_prepbn_in_its_warm_up_is_layer_norm(tmp_path: Path) -> None:
 def test_dtns_networks_of_layer_norm_are_distinguished_from_timms(tmp_path: Path) -> None:
     state = make_dtn_state(12, 0)
     source = Facts(heads=HEADS).apply(read_file(saved(state, tmp_path)))
-    ours = load_with_head(source, None)
-    close(ours, outputs(state, layer_norm, joins_at=10))
+    actual = load_with_head(source, None)
+    close(actual, outputs(state, layer_norm, joins_at=10))
     assert "joins at block 10" in source.assumed["class_token_at"]
     with pytest.raises(DpnError, match="no class token that joins behind the first block"):
         convert(source, tmp_path / "timm.safetensors", to="timm")
@@ -187,10 +187,10 @@ def test_dtns_networks_of_layer_norm_are_distinguished_from_timms(tmp_path: Path
     arguments = {**shape, "num_classes": CLASSES, "qkv_bias": False, "no_embed_class": True}
     described = {"architecture": "vit_tiny_patch16_224", "model_args": arguments}
     (tmp_path / "config.json").write_text(json.dumps(described))
-    theirs = timm.create_model("vit_tiny_patch16_224", **arguments)
-    theirs.load_state_dict(make_dtn_state(12, 0))
+    expected = timm.create_model("vit_tiny_patch16_224", **arguments)
+    expected.load_state_dict(make_dtn_state(12, 0))
     torch.testing.assert_close(
-        load_with_head(read_file(tmp_path), None)(images().float()), theirs.eval()(images().float())
+        load_with_head(read_file(tmp_path), None)(images().float()), expected.eval()(images().float())
     )
 
 

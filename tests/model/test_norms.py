@@ -329,9 +329,9 @@ def test_a_restored_norm_continues_as_if_it_had_not_stopped(name: Norm) -> None:
     norm = build(name)
     for batch in batches(5):
         step(norm, batch)
-    again = build(name)
-    again.load_state_dict(norm.state_dict())
-    for one in (norm, again, copy.deepcopy(norm)):
+    second = build(name)
+    second.load_state_dict(norm.state_dict())
+    for one in (norm, second, copy.deepcopy(norm)):
         assert isinstance(one, RunningNorm)
         result = step(one, batches(6)[5])
         state = {**result[1], "y": result[0], **one.state_dict()}

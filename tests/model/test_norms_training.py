@@ -51,8 +51,8 @@ def test_a_resumed_training_ends_as_an_unbroken_one(norm: Norm, tmp_path: Path) 
 
 def fitted(norm: Norm, world: World, batches: engine.Batches) -> Backbone:
     model = network(norm)
-    whole = MicroBatch(8, fixed=True)
-    engine.fit(engine.prepare(model, Runtime(), world), make_job(6, batches=batches, world=world, micro_batch=whole))
+    full = MicroBatch(8, fixed=True)
+    engine.fit(engine.prepare(model, Runtime(), world), make_job(6, batches=batches, world=world, micro_batch=full))
     return model
 
 
@@ -64,10 +64,10 @@ def train_all(world: World, folder: Path) -> None:
 def test_two_ranks_train_and_count_as_one(tmp_path: Path) -> None:
     run_distributed(train_all, tmp_path)
     for norm in OVER_THE_BATCH:
-        alone = fitted(norm, World(0, 1, CPU), random_batches()).state_dict()
+        single = fitted(norm, World(0, 1, CPU), random_batches()).state_dict()
         for rank in (0, 1):
             together = torch.load(tmp_path / f"{norm}-{rank}.pt")
-            for name, value in alone.items():
+            for name, value in single.items():
                 torch.testing.assert_close(together[name], value, atol=2e-5, rtol=1e-4, msg=f"{norm} {name}")
 
 

@@ -38,9 +38,9 @@ def build(stem: Stem, arrays: Arrays) -> DPNViT:
         "patch_embed.proj.bias": torch.from_numpy(arrays["params/dense/bias"]),
         "pos_embed": torch.from_numpy(arrays["pos_embedding"]),
     }
-    for slot, theirs in (("patch_embed.norm_in", "ln0"), ("patch_embed.norm", "ln1"), ("norm_posemb", "ln1")):
-        weights[f"{slot}.weight"] = torch.from_numpy(arrays[f"params/{theirs}/scale"])
-        weights[f"{slot}.bias"] = torch.from_numpy(arrays[f"params/{theirs}/bias"])
+    for slot, expected in (("patch_embed.norm_in", "ln0"), ("patch_embed.norm", "ln1"), ("norm_posemb", "ln1")):
+        weights[f"{slot}.weight"] = torch.from_numpy(arrays[f"params/{expected}/scale"])
+        weights[f"{slot}.bias"] = torch.from_numpy(arrays[f"params/{expected}/bias"])
     own = model.state_dict()
     model.load_state_dict({**own, **{name: value for name, value in weights.items() if name in own}})
     return model
@@ -59,9 +59,9 @@ def test_stem_equals_flax(stem: Stem, golden: Callable[[str], Arrays]) -> None:
 def test_post_posemb_normalises_before_the_class_token_joins(golden: Callable[[str], Arrays]) -> None:
     arrays = golden("stem_variants")
     model = build("post_posemb", arrays)
-    seen = model._pos_embed(model.patch_embed(to_nchw(arrays["image"])))
-    torch.testing.assert_close(seen[:, 1:], torch.from_numpy(arrays["out/post_posemb"]), atol=3e-5, rtol=0)
-    torch.testing.assert_close(seen[:, :1], model.cls_token.expand(2, 1, -1))
+    observed = model._pos_embed(model.patch_embed(to_nchw(arrays["image"])))
+    torch.testing.assert_close(observed[:, 1:], torch.from_numpy(arrays["out/post_posemb"]), atol=3e-5, rtol=0)
+    torch.testing.assert_close(observed[:, :1], model.cls_token.expand(2, 1, -1))
 
 
 def test_stems_add_the_parameters_that_table_6_counts() -> None:

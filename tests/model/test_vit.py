@@ -37,19 +37,19 @@ def load(name: str, stem: str) -> Backbone:
     return model
 
 
-def close(ours: torch.Tensor, theirs: np.ndarray[tuple[int, ...], np.dtype[np.float32]], atol: float) -> None:
-    torch.testing.assert_close(ours.detach().flatten(), torch.from_numpy(theirs).flatten(), atol=atol, rtol=0)
+def close(actual: torch.Tensor, expected: np.ndarray[tuple[int, ...], np.dtype[np.float32]], atol: float) -> None:
+    torch.testing.assert_close(actual.detach().flatten(), torch.from_numpy(expected).flatten(), atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize(("name", "stem"), CASES.items())
 def test_activations_equal_big_vision(name: str, stem: str, golden: Callable[[str], Arrays]) -> None:
     arrays = golden(f"{name}.io")
     model = load(name, stem)
-    seen: dict[str, torch.Tensor] = {}
+    observed: dict[str, torch.Tensor] = {}
     for i, block in enumerate(model.blocks):
         for part, module in (("sa", block.attn), ("mlp", block.mlp), ("+mlp", block)):
             module.register_forward_hook(
-                lambda _m, _i, out, key=f"encoder/block{i:02d}/{part}": seen.__setitem__(key, out)
+                lambda _m, _i, out, key=f"encoder/block{i:02d}/{part}": observed.__setitem__(key, out)
             )
     image = to_nchw(arrays["image"])
     stem_tokens = model.patch_embed(image)
@@ -58,7 +58,7 @@ def test_activations_equal_big_vision(name: str, stem: str, golden: Callable[[st
     close(stem_tokens, arrays["stem"], 3e-5)
     close(stem_tokens + model.pos_embed, arrays["with_posemb"], 3e-5)
     close(tokens, arrays["encoded"], 3e-5)
-    for key, value in seen.items():
+    for key, value in observed.items():
         if key in arrays:
             close(value, arrays[key], 3e-5)
     close(model.pool(tokens), arrays["head_input"], 3e-5)
@@ -79,26 +79,26 @@ def test_gradients_equal_big_vision(name: str, golden: Callable[[str], Arrays], 
     # The reader turns their gradients into our names and shapes: it is linear in every array.
     arrays_only: dict[str, Any] = {k.removeprefix("grad/"): v for k, v in grads.items() if k.startswith("grad/")}
     np.savez(tmp_path / "grads.npz", **arrays_only)
-    theirs = read_file(tmp_path / "grads.npz").state
-    ours = {key: p.grad for key, p in model.named_parameters()}
-    assert ours.keys() == theirs.keys()
-    for key, gradient in theirs.items():
+    expected = read_file(tmp_path / "grads.npz").state
+    actual = {key: p.grad for key, p in model.named_parameters()}
+    assert actual.keys() == expected.keys()
+    for key, gradient in expected.items():
         atol = 5e-5 * gradient.abs().max().item() + 1e-5
-        torch.testing.assert_close(ours[key], gradient, atol=atol, rtol=0, msg=key)
+        torch.testing.assert_close(actual[key], gradient, atol=atol, rtol=0, msg=key)
     assert image.grad is not None
     torch.testing.assert_close(
         image.grad, to_nchw(grads["grad_image"]), atol=5e-5 * abs(grads["grad_image"]).max() + 1e-5, rtol=0
     )
 
 
-@pytest.mark.parametrize("wrong", ["eps", "act", "pre_logits"])
-def test_each_wrong_choice_is_far_outside_the_tolerance(wrong: str, golden: Callable[[str], Arrays]) -> None:
+@pytest.mark.parametrize("invalid", ["eps", "act", "pre_logits"])
+def test_each_wrong_choice_is_far_outside_the_tolerance(invalid: str, golden: Callable[[str], Arrays]) -> None:
     arrays = golden("vit_tok_repsize.io")
     model = load("vit_tok_repsize", "none")
-    if wrong == "eps":
+    if invalid == "eps":
         for block in model.blocks:
             block.norm1.eps = 1e-3
-    elif wrong == "act":
+    elif invalid == "act":
         for block in model.blocks:
             block.mlp.act = torch.nn.GELU()
     else:
@@ -108,9 +108,9 @@ def test_each_wrong_choice_is_far_outside_the_tolerance(wrong: str, golden: Call
 
 @pytest.mark.parametrize(("old", "new"), [(7, 12), (14, 24), (14, 32), (24, 14)])
 def test_posemb_resampling_equals_both_references(old: int, new: int, golden: Callable[[str], Arrays]) -> None:
-    ours, other = golden("posemb_resample"), golden("posemb_resample_scenic_bilinear")
-    table = torch.from_numpy(ours[f"g{old}to{new}/in"])
-    close(resample_posemb(table, (old, old), (new, new)), ours[f"g{old}to{new}/out"], 1e-6)
+    actual, other = golden("posemb_resample"), golden("posemb_resample_scenic_bilinear")
+    table = torch.from_numpy(actual[f"g{old}to{new}/in"])
+    close(resample_posemb(table, (old, old), (new, new)), actual[f"g{old}to{new}/out"], 1e-6)
     close(resample_posemb(table, (old, old), (new, new), align_corners=False), other[f"g{old}to{new}/out"], 1e-5)
 
 
@@ -127,35 +127,35 @@ def test_sincos_posemb_equals_big_vision(golden: Callable[[str], Arrays]) -> Non
 
 def test_initialisation_has_big_visions_statistics(golden: Callable[[str], Arrays]) -> None:
     arrays = golden("init_stats")
-    theirs = dict(zip(arrays["names"], arrays["stats"], strict=True))
+    expected = dict(zip(arrays["names"], arrays["stats"], strict=True))
     model = DPNViT(ViTConfig(Size(192, 2, 768, 3), (16, 16), (224, 224), "dpn", pre_logits=True, num_classes=100))
     model.initialize(0)
-    ours = dict(model.named_parameters())
-    q, k, v = ours["blocks.0.attn.qkv.weight"].chunk(3)
+    actual = dict(model.named_parameters())
+    q, k, v = actual["blocks.0.attn.qkv.weight"].chunk(3)
     block = "Transformer/encoderblock_0/"
     pairs = {
         f"{block}MultiHeadDotProductAttention_0/query/kernel": q,
         f"{block}MultiHeadDotProductAttention_0/key/kernel": k,
         f"{block}MultiHeadDotProductAttention_0/value/kernel": v,
-        f"{block}MultiHeadDotProductAttention_0/out/kernel": ours["blocks.0.attn.proj.weight"],
-        f"{block}MultiHeadDotProductAttention_0/out/bias": ours["blocks.0.attn.proj.bias"],
-        f"{block}MlpBlock_0/Dense_0/kernel": ours["blocks.0.mlp.fc1.weight"],
-        f"{block}MlpBlock_0/Dense_0/bias": ours["blocks.0.mlp.fc1.bias"],
-        f"{block}MlpBlock_0/Dense_1/kernel": ours["blocks.0.mlp.fc2.weight"],
-        f"{block}LayerNorm_0/scale": ours["blocks.0.norm1.weight"],
-        "pos_embedding": ours["pos_embed"],
-        "cls": ours["cls_token"],
-        "dense/kernel": ours["patch_embed.proj.weight"],
-        "dense/bias": ours["patch_embed.proj.bias"],
-        "ln0/scale": ours["patch_embed.norm_in.weight"],
-        "ln1/bias": ours["patch_embed.norm.bias"],
-        "pre_logits/kernel": ours["pre_logits.weight"],
-        "pre_logits/bias": ours["pre_logits.bias"],
-        "head/kernel": ours["head.weight"],
-        "head/bias": ours["head.bias"],
+        f"{block}MultiHeadDotProductAttention_0/out/kernel": actual["blocks.0.attn.proj.weight"],
+        f"{block}MultiHeadDotProductAttention_0/out/bias": actual["blocks.0.attn.proj.bias"],
+        f"{block}MlpBlock_0/Dense_0/kernel": actual["blocks.0.mlp.fc1.weight"],
+        f"{block}MlpBlock_0/Dense_0/bias": actual["blocks.0.mlp.fc1.bias"],
+        f"{block}MlpBlock_0/Dense_1/kernel": actual["blocks.0.mlp.fc2.weight"],
+        f"{block}LayerNorm_0/scale": actual["blocks.0.norm1.weight"],
+        "pos_embedding": actual["pos_embed"],
+        "cls": actual["cls_token"],
+        "dense/kernel": actual["patch_embed.proj.weight"],
+        "dense/bias": actual["patch_embed.proj.bias"],
+        "ln0/scale": actual["patch_embed.norm_in.weight"],
+        "ln1/bias": actual["patch_embed.norm.bias"],
+        "pre_logits/kernel": actual["pre_logits.weight"],
+        "pre_logits/bias": actual["pre_logits.bias"],
+        "head/kernel": actual["head.weight"],
+        "head/bias": actual["head.bias"],
     }
     for name, value in pairs.items():
-        mean, std, low, high, zeros = theirs[f"dpn:{name}"]
+        mean, std, low, high, zeros = expected[f"dpn:{name}"]
         noise = 6 * std / value.numel() ** 0.5
         assert abs(value.mean().item() - mean) <= 2 * noise + 1e-12, name
         # Six standard errors of a sample standard deviation.
@@ -192,11 +192,11 @@ def test_b32_has_the_published_number_of_parameters() -> None:
         ("H/14", "vit_huge_patch14_224"),
     ],
 )
-def test_plain_sizes_have_timms_tensors(ours: str, theirs: str) -> None:
-    size, patch = parse_arch(ours)
+def test_plain_sizes_have_timms_tensors(actual: str, expected: str) -> None:
+    size, patch = parse_arch(actual)
     with torch.device("meta"):
         plain = DPNViT(ViTConfig(size, (patch, patch), (224, 224), "none", num_classes=1000)).state_dict()
-        timms = timm.create_model(theirs, no_embed_class=True, num_classes=1000).state_dict()
+        timms = timm.create_model(expected, no_embed_class=True, num_classes=1000).state_dict()
     assert {name: value.shape for name, value in plain.items()} == {name: value.shape for name, value in timms.items()}
 
 

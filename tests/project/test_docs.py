@@ -46,8 +46,8 @@ def in_sentences(text: str) -> list[str]:
 
 def cases(find: Any) -> list[Any]:
     """Return each command of all pages once, with the page's name for the report."""
-    found = {line: page for page in reversed(PAGES) for line in find(page.read_text(encoding="utf-8"))}
-    return [pytest.param(line, id=f"{page.name}: {line[:60]}") for line, page in sorted(found.items())]
+    actual = {line: page for page in reversed(PAGES) for line in find(page.read_text(encoding="utf-8"))}
+    return [pytest.param(line, id=f"{page.name}: {line[:60]}") for line, page in sorted(actual.items())]
 
 
 def parsed(words: list[str]) -> dict[str, Any]:
@@ -61,37 +61,37 @@ def parsed(words: list[str]) -> dict[str, Any]:
         return {}
     context = command.make_context("dpn", list(words))
     while hasattr(command, "commands"):
-        rest = [*context._protected_args, *context.args]
-        if not rest:
+        remaining = [*context._protected_args, *context.args]
+        if not remaining:
             break  # a group by itself, such as 'dpn configs'
-        name, command, rest = command.resolve_command(context, rest)
-        context = command.make_context(name, list(rest), parent=context)
+        name, command, remaining = command.resolve_command(context, remaining)
+        context = command.make_context(name, list(remaining), parent=context)
     return dict(context.params)
 
 
 def check(words: list[str]) -> None:
     """Assert that a command of any of our programs is one that works."""
-    program, *rest = words
+    program, *remaining = words
     if program == "torchrun":
-        place = rest.index("dpn")
+        place = remaining.index("dpn")
         from torch.distributed.run import get_args_parser
 
-        get_args_parser().parse_args([*rest[:place], "dpn"])
-        program, *rest = rest[place:]
+        get_args_parser().parse_args([*remaining[:place], "dpn"])
+        program, *remaining = remaining[place:]
     if program == "dpn":
-        parsed(rest)
+        parsed(remaining)
     elif program == "make":
         targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-        assert {word for word in rest if "=" not in word} <= targets
+        assert {word for word in remaining if "=" not in word} <= targets
     elif program == "pip":
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        extras = re.findall(r"(?:\.|dpn-cli)\[([\w,]+)\]", " ".join(rest))
+        extras = re.findall(r"(?:\.|dpn-cli)\[([\w,]+)\]", " ".join(remaining))
         assert {name for group in extras for name in group.split(",")} <= set(project["optional-dependencies"])
-        assert rest[0] == "install"
-    elif rest[0] != "-m":
-        script = ROOT / rest[0]
+        assert remaining[0] == "install"
+    elif remaining[0] != "-m":
+        script = ROOT / remaining[0]
         assert script.is_file()
-        options = {word for word in rest[1:] if word.startswith("--")}
+        options = {word for word in remaining[1:] if word.startswith("--")}
         assert all(f'"{option}"' in script.read_text() for option in options), options
 
 
@@ -216,12 +216,12 @@ def test_files_and_options_that_sentences_name_exist(page: Path) -> None:
 
 
 def test_every_page_can_be_reached_from_the_index() -> None:
-    seen, todo = set[Path](), [ROOT / "docs" / "index.md"]
+    observed, todo = set[Path](), [ROOT / "docs" / "index.md"]
     while todo:
         page = todo.pop()
-        if page in seen or page.suffix != ".md" or not page.is_file():
+        if page in observed or page.suffix != ".md" or not page.is_file():
             continue
-        seen.add(page)
+        observed.add(page)
         targets = re.findall(r"\]\(([^)\s#]+)[^)]*\)", FENCE.sub("", page.read_text(encoding="utf-8")))
         todo += [(page.parent / target).resolve() for target in targets if "://" not in target]
-    assert set(PAGES) <= seen
+    assert set(PAGES) <= observed

@@ -74,15 +74,15 @@ def test_a_image_that_is_replaced_while_it_is_in_use_is_named(
 ) -> None:
     path, read = kind(tmp_path / "data")
     read()
-    before = path.read_bytes()
+    initial = path.read_bytes()
     with Image.open(path) as image:
         size = image.size
     Image.effect_noise(size, 50).save(path)
-    sizes = f"the file has {path.stat().st_size} bytes, and had {len(before)} when"
+    sizes = f"the file has {path.stat().st_size} bytes, and had {len(initial)} when"
     with pytest.raises(DataError, match=f"{path}.*: {sizes}") as found:
         read()
     assert not isinstance(found.value, ImageError)  # which --skip-bad-images would leave out
-    path.write_bytes(before)
+    path.write_bytes(initial)
     read()
 
 
@@ -91,15 +91,15 @@ MOST = 3  # images at once that there is memory for
 
 def hungry(network: torch.nn.Module) -> list[int]:
     """Let a network run out of memory with more images; returns the list of what it was given."""
-    seen: list[int] = []
+    observed: list[int] = []
 
     def check(module: torch.nn.Module, given: tuple[Tensor, ...]) -> None:
-        seen.append(len(given[0]))
-        if seen[-1] > MOST:
+        observed.append(len(given[0]))
+        if observed[-1] > MOST:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     network.register_forward_pre_hook(check)
-    return seen
+    return observed
 
 
 def classify(folder: Path) -> tuple[torch.nn.Module, Callable[[], Any]]:
@@ -143,11 +143,11 @@ def test_an_evaluation_out_of_memory_uses_smaller_batches(
     network.eval()
     with torch.inference_mode():
         expected = evaluate()
-        seen = hungry(network)
-        again = evaluate()
-    torch.testing.assert_close(again, expected, rtol=0, atol=1e-5)  # some CPUs add smaller batches in another order
-    assert max(seen) > MOST
-    assert any(count <= MOST for count in seen)
+        observed = hungry(network)
+        second = evaluate()
+    torch.testing.assert_close(second, expected, rtol=0, atol=1e-5)  # some CPUs add smaller batches in another order
+    assert max(observed) > MOST
+    assert any(count <= MOST for count in observed)
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.EROFS, 1), (errno.ENOSPC, 1), (errno.EACCES, 3)])
@@ -157,6 +157,6 @@ def test_read_only_locations_are_distinguished_from_wrong_names(
     with pytest.raises(SystemExit) as ended, one_line_errors({}):
         raise OSError(number, os.strerror(number), "run/failed.json")
     assert ended.value.code == code
-    said = capsys.readouterr().err
-    assert said.startswith("error: run/failed.json: ")
-    assert ("earlier files are intact" in said) == (code == 1)
+    message = capsys.readouterr().err
+    assert message.startswith("error: run/failed.json: ")
+    assert ("earlier files are intact" in message) == (code == 1)

@@ -46,14 +46,14 @@ def call(script: Any, tmp_path: Path) -> Call:
 
 
 def test_the_smallest_parts_give_rows_of_both_kinds(call: Call, capsys: pytest.CaptureFixture[str]) -> None:
-    code, found, tables = call("numbers,memory,training")
+    code, actual, tables = call("numbers,memory,training")
     assert code == 0
-    assert {name: part["status"] for name, part in found["parts"].items()} == {
+    assert {name: part["status"] for name, part in actual["parts"].items()} == {
         "numbers": "done",
         "memory": "missing",  # the allocator of a CPU has no limit
         "training": "done",
     }
-    checks, speeds = (found["parts"][name]["rows"] for name in ("numbers", "training"))
+    checks, speeds = (actual["parts"][name]["rows"] for name in ("numbers", "training"))
     assert len(checks) == 16  # two stems, two precisions, four numbers
     assert all(row["passed"] and 0 <= row["value"] <= row["limit"] for row in checks)
     assert [row["value"] for row in checks if "fp32" in row["what"]] == [0.0] * 8  # the CPU beside itself
@@ -64,10 +64,10 @@ def test_the_smallest_parts_give_rows_of_both_kinds(call: Call, capsys: pytest.C
         assert row["ratio"] == row["per_second"] / row["peer_per_second"]
         assert row["share"] > 0
         assert row["at_once"] in {2, 4}
-    assert found["peak_flops_per_second"] > 0
-    shown = capsys.readouterr().out
-    assert "timm's ViT in a bare loop" in shown
-    assert "memory: cannot be measured here (the allocator of a CPU has no limit)" in shown
+    assert actual["peak_flops_per_second"] > 0
+    output = capsys.readouterr().out
+    assert "timm's ViT in a bare loop" in output
+    assert "memory: cannot be measured here (the allocator of a CPU has no limit)" in output
     assert tables.count("| --- |\n") == 2
 
 
@@ -87,16 +87,16 @@ def test_a_part_that_fails_is_recorded_and_the_others_continue(
 
     for name, part in {"numbers": wrong, "memory": broken, "demos": lacking}.items():
         monkeypatch.setitem(script.CHECKS, name, part)
-    code, found, tables = call("numbers,memory,demos,lit --compile")
+    code, actual, tables = call("numbers,memory,demos,lit --compile")
     assert code == 1
-    failed, error, missing, after = found["parts"].values()
+    failed, error, missing, final = actual["parts"].values()
     assert failed["status"] == "failed"
     assert [(row["value"], row["passed"]) for row in failed["rows"]] == [(2.0, False), ("nan", False)]
     assert (error["status"], error["error"]) == ("error", "RuntimeError: no such kernel")
     assert "broken" in error["traceback"]
     assert [row["what"] for row in error["rows"]] == ["one"]
     assert (missing["status"], missing["error"]) == ("missing", "no_such_package is not installed")
-    assert (after["status"], after["error"]) == ("missing", "LiT was not measured without --compile")
+    assert (final["status"], final["error"]) == ("missing", "LiT was not measured without --compile")
     assert "| two | 2 | 1 | **no** |  |" in tables
     assert [call(only)[0] for only in ("numbers", "memory", "demos")] == [1, 1, 0]
 
@@ -113,14 +113,14 @@ def test_finished_results_are_saved_on_a_stop(
         signal.raise_signal(signal.Signals[number])
 
     monkeypatch.setitem(script.CHECKS, "memory", long)
-    before = signal.getsignal(signal.SIGTERM)
-    code, found, tables = call("memory,kill")
+    initial = signal.getsignal(signal.SIGTERM)
+    code, actual, tables = call("memory,kill")
     assert code == ends
-    assert signal.getsignal(signal.SIGTERM) is before
-    part = found["parts"]["memory"]
+    assert signal.getsignal(signal.SIGTERM) is initial
+    part = actual["parts"]["memory"]
     assert (part["status"], part["error"]) == ("stopped", why)
     assert part["rows"] == written["parts"]["memory"]["rows"] == [script.Check("one", 1.0, 1.0).to_dict()]
-    assert found["parts"]["kill"]["status"] == "not run"
+    assert actual["parts"]["kill"]["status"] == "not run"
     assert "kill: not run" in tables
 
 
@@ -143,8 +143,8 @@ def test_an_expired_limit_is_reported_again(call: Call, script: Any, monkeypatch
 
     monkeypatch.setitem(script.CHECKS, "memory", asks)
     assert call("memory")[0] == 0
-    ((left, again),) = timers
-    assert left > again > 0
+    ((left, second),) = timers
+    assert left > second > 0
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
@@ -155,9 +155,9 @@ def test_a_training_that_ends_before_it_is_killed_is_a_failed_check(
     (tmp_path / "dpn_cli" / "__init__.py").touch()
     (tmp_path / "dpn_cli" / "__main__.py").write_text("raise SystemExit('no such option')")
     monkeypatch.setattr(script.gpu_programs, "ROOT", tmp_path)
-    code, found, _ = call("kill")
+    code, actual, _ = call("kill")
     assert code == 1
-    part = found["parts"]["kill"]
+    part = actual["parts"]["kill"]
     assert part["status"] == "failed"
     (row,) = part["rows"]
     assert not row["passed"]
@@ -187,4 +187,4 @@ def test_the_wheels_cover_all_missing_dependencies() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["mmseg"]]
     there = {canonicalize_name(name) for name in THERE.split()}
-    assert {canonicalize_name(Requirement(each).name) for each in wanted} - carried - there == set()
+    assert {canonicalize_name(Requirement(item).name) for item in wanted} - carried - there == set()

@@ -119,15 +119,15 @@ def test_module_names_are_unique() -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_names_use_the_words_of_the_field(path: Path) -> None:
-    wrong = []
+    invalid = []
     for line, name in _defined_names(path):
         plain = name.strip("_")
         words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", plain)]
         if plain in NO_NAMES:
-            wrong.append(f"{line}: {name} is no noun and no verb")
+            invalid.append(f"{line}: {name} is no noun and no verb")
         elif plain not in ALLOWED_NAMES and (replaced := [use for word in words for use in _replaced_words(word)]):
-            wrong.append(f"{line}: {name}: {'; '.join(replaced)}")
-    assert not wrong, "\n".join(wrong)
+            invalid.append(f"{line}: {name}: {'; '.join(replaced)}")
+    assert not invalid, "\n".join(invalid)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))

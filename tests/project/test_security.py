@@ -99,8 +99,8 @@ def test_a_shard_that_claims_more_than_it_holds_is_refused(name: str, tmp_path: 
 
 
 def test_a_label_of_any_size_is_not_read(tmp_path: Path) -> None:
-    whole = tarfile.TarInfo("0.png"), png_bytes(0)
-    write_tar(tmp_path / "a.tar", whole, (tarfile.TarInfo("0.cls"), b"0" * (MAX_TEXT_BYTES + 1)))
+    full = tarfile.TarInfo("0.png"), png_bytes(0)
+    write_tar(tmp_path / "a.tar", full, (tarfile.TarInfo("0.cls"), b"0" * (MAX_TEXT_BYTES + 1)))
     with pytest.raises(DataError, match="0.cls has 1048577 bytes, too many for a label or a caption"):
         LabelledShardImages(str(tmp_path / "a.tar"))
 

@@ -81,14 +81,14 @@ def predict(command: str, place: Path, *arguments: str) -> Any:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_damaged_images_are_named_one_by_one_and_the_others_are_done(command: str, place: Path) -> None:
-    done = predict(command, place, "--csv", "all.csv")
-    assert done.exit_code == 3
-    *warnings, error = done.stderr.splitlines()
+    process = predict(command, place, "--csv", "all.csv")
+    assert process.exit_code == 3
+    *warnings, error = process.stderr.splitlines()
     assert [warning.partition(": not a readable image")[0] for warning in warnings] == [
         f"warning: {place}/photos/{name}-damaged.png" for name in "19"
     ]
     assert error.startswith("error: unreadable: 2 of 8 images, named above; the others are done.")
-    results = json.loads(done.stdout)
+    results = json.loads(process.stdout)
     assert [Path(result["image"]).name[0] for result in results] == list("012345")
     accepted = predict(command, place, "--skip-bad-images")
     assert (accepted.exit_code, json.loads(accepted.stdout)) == (0, results)
@@ -97,7 +97,7 @@ def test_damaged_images_are_named_one_by_one_and_the_others_are_done(command: st
 @pytest.mark.parametrize("command", COMMANDS)
 def test_results_do_not_depend_on_batches_and_workers(command: str, place: Path) -> None:
     first, second = (
-        json.loads(predict(command, place, *how).stdout) for how in (("-b", "1", "-j", "0"), ("-b", "4", "-j", "2"))
+        json.loads(predict(command, place, *mode).stdout) for mode in (("-b", "1", "-j", "0"), ("-b", "4", "-j", "2"))
     )
     assert len(first) == len(second) == 6
     for one, other in zip(first, second, strict=True):
@@ -191,12 +191,12 @@ def test_a_page_of_five_thousand_images_can_be_sent(tmp_path: Path) -> None:
         assert image.size == (SIDE, SIDE * 200 // 300)
     assert segment_predict.MOST_SHOWN * segment_predict.SHOWN_SIDE**2 <= MOST_SHOWN * SIDE**2
     paths = [Path(f"a/folder/of/photographs/{number:05}.jpg") for number in range(5000)]
-    found = Predictions(
+    actual = Predictions(
         paths, PredictionFiles(csv=tmp_path / "all.csv", html=tmp_path / "page.html"), Console(quiet=True)
     )
     for number, path in enumerate(paths):
-        found.add({"image": str(path)}, small if number in found.shown else None)
-    found.write("dpn predict", "run", (), lambda result: ["a label that is somewhat long 100.0%", result["image"]])
+        actual.add({"image": str(path)}, small if number in actual.shown else None)
+    actual.write("dpn predict", "run", (), lambda result: ["a label that is somewhat long 100.0%", result["image"]])
     assert (tmp_path / "page.html").stat().st_size < 5e6
     html = (tmp_path / "page.html").read_text()
     assert html.count("<img ") == MOST_SHOWN
@@ -207,8 +207,8 @@ def test_a_page_of_five_thousand_images_can_be_sent(tmp_path: Path) -> None:
 def test_only_images_that_the_page_shows_have_thumbnails(place: Path, tmp_path: Path) -> None:
     paths = sorted((place / "photos").glob("*.jpg"))
     for written, shown in ((PredictionFiles(html=tmp_path / "page.html"), [0, 3]), (PredictionFiles(), [])):
-        found = Predictions(paths, written, Console(quiet=True), most=2)
-        batches = found.read(ReadOptions(), np.shape, batch_size=4, workers=0, label="")
+        actual = Predictions(paths, written, Console(quiet=True), most=2)
+        batches = actual.read(ReadOptions(), np.shape, batch_size=4, workers=0, label="")
         read = [one for batch in batches for one in batch]
         assert [one.path for one in read] == paths
         assert [one.index for one in read if one.small] == shown
@@ -217,16 +217,16 @@ def test_only_images_that_the_page_shows_have_thumbnails(place: Path, tmp_path: 
 def test_files_that_cannot_be_written_are_refused_before_the_work(place: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for option, name in (("--csv", "."), ("--html", "file/page.html")):
-        done = predict("predict", place, option, name)
-        assert done.exit_code == 2
-        assert f"{option} {name}: a folder, or inside a file" in done.stderr
+        process = predict("predict", place, option, name)
+        assert process.exit_code == 2
+        assert f"{option} {name}: a folder, or inside a file" in process.stderr
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "lit search"])
 def test_no_file_is_written_over_a_image_or_another_file(command: str, place: Path) -> None:
     write_class_folders(Path("photos"), classes=1, each=1, size=(20, 20))
     image = Path("photos/class0/000.jpg")
-    before = image.read_bytes()
+    initial = image.read_bytes()
     Path("link.jpg").symlink_to(image)
     network = str(place / f"{command.replace('search', 'predict')}.safetensors")
     asked = [*command.split(), network, "photos", *COMMANDS.get(command, ([], ""))[0]]
@@ -238,7 +238,7 @@ def test_no_file_is_written_over_a_image_or_another_file(command: str, place: Pa
             result = run_dpn(*asked, option, name)
             assert (result.exit_code, result.stdout) == (2, "")
             assert f"{option} {name}: would be written over one of the images, {image}; name another" in result.stderr
-            assert image.read_bytes() == before
+            assert image.read_bytes() == initial
     if len(options) == 2:
         result = run_dpn(*asked, "--csv", "page", "--html", "./page")
         assert (result.exit_code, Path("page").exists()) == (2, False)
@@ -261,9 +261,9 @@ def test_images_of_one_name_are_drawn_into_folders(place: Path) -> None:
     network = str(place / "segment predict.safetensors")
     photos = write_class_folders(Path("classes"), classes=2, each=1, size=(20, 20))
     result = run_dpn("segment", "predict", network, str(photos), "-o", "out", "--json")
-    found = [entry["labels"] for entry in json.loads(result.stdout)]
-    assert found == [f"out/{name}/000.labels.png" for name in ("class0", "class1")]
-    assert all(Path(name).is_file() for name in found)
+    actual = [entry["labels"] for entry in json.loads(result.stdout)]
+    assert actual == [f"out/{name}/000.labels.png" for name in ("class0", "class1")]
+    assert all(Path(name).is_file() for name in actual)
     (photos / "class1" / "000.png").write_bytes((photos / "class1" / "000.jpg").read_bytes())
     for asked, names in ((photos, ("class0/000", "class1/000.jpg", "class1/000.png")),
                          (photos / "class1", ("000.jpg", "000.png"))):  # fmt: skip
@@ -283,11 +283,11 @@ def test_outputs_in_the_folder_of_the_images_are_not_read(place: Path) -> None:
         report = json.loads(result.stdout)
         assert [one["image"] for one in report] == [f"{photos}/{number:03d}.jpg" for number in range(2)]
         assert ("left out 6 images called *.labels.png, *.overlay.png" in result.stderr) == bool(left)
-    drawn = photos / "000.labels.png"
-    before = drawn.read_bytes()
-    result = run_dpn("segment", "predict", network, str(photos / "000.jpg"), str(drawn), "-o", str(photos))
-    assert (result.exit_code, drawn.read_bytes()) == (2, before)
-    assert f"{drawn}: would be written over by the files of another image" in result.stderr
+    sample = photos / "000.labels.png"
+    initial = sample.read_bytes()
+    result = run_dpn("segment", "predict", network, str(photos / "000.jpg"), str(sample), "-o", str(photos))
+    assert (result.exit_code, sample.read_bytes()) == (2, initial)
+    assert f"{sample}: would be written over by the files of another image" in result.stderr
 
 
 def test_classes_are_counted_and_the_most_frequent_comes_first() -> None:

@@ -80,8 +80,8 @@ def test_values_given_on_the_command_line_are_distinguished_from_derived_ones(tm
     words = ["--data", str(photos), "--val-fraction", "0.3", "--arch", "mu/8", "--checkpoint", "none", "--steps", "2"]
     words += ["--set", "optim.momentum=0.5", "-b", "8", "-j", "0", "--device", "cpu", "-q", "--image-size", "16"]
     assert run_dpn("finetune", "highres", *words, "-o", str(tmp_path / "one")).exit_code == 0
-    found = origins(tmp_path / "one")
-    begins = {key: found[key].split(";")[0] for key in ("data.source", "optim.momentum", "backbone.stem", "lr")}
+    actual = origins(tmp_path / "one")
+    begins = {key: actual[key].split(";")[0] for key in ("data.source", "optim.momentum", "backbone.stem", "lr")}
     assert begins == {
         "data.source": "given",
         "optim.momentum": "given",
@@ -91,14 +91,14 @@ def test_values_given_on_the_command_line_are_distinguished_from_derived_ones(tm
     result = run_dpn("finetune", "highres", *words, "--compare", "none,dpn", "-o", str(tmp_path / "two"))
     assert result.exit_code == 0, result.output
     for folder in (tmp_path / "two", tmp_path / "two" / "dpn" / "seed0"):
-        found = origins(folder)
-        assert found["optim.momentum"].startswith("given;")
-        assert found["schedule.warmup"].startswith("derived;")
-    assert found["backbone.stem"].startswith("given;")
+        actual = origins(folder)
+        assert actual["optim.momentum"].startswith("given;")
+        assert actual["schedule.warmup"].startswith("derived;")
+    assert actual["backbone.stem"].startswith("given;")
     file = tmp_path / "two" / "dpn" / "seed0" / "run.json"
     # A process of --jobs is given all of its config, in a file.
-    file.write_text(json.dumps({**json.loads(file.read_text()), "given": list(found)}))
-    assert origins(file.parent) == found
+    file.write_text(json.dumps({**json.loads(file.read_text()), "given": list(actual)}))
+    assert origins(file.parent) == actual
 
 
 @pytest.mark.usefixtures("without_charts")
@@ -451,10 +451,10 @@ def test_a_long_line_is_drawn_as_means_of_its_stretches() -> None:
 def test_a_run_has_one_colour_in_all_charts() -> None:
     """Whether or not the runs before it have that curve."""
     line = Series("b", [1.0, 2.0], [3.0, 4.0])
-    for before in (Series("a", [], []), Series("a", [1.0, 2.0], [1.0, 2.0])):
-        svg, _ = draw(LineChart("x", "x", "x", "y", [before, line]), "x")
+    for initial in (Series("a", [], []), Series("a", [1.0, 2.0], [1.0, 2.0])):
+        svg, _ = draw(LineChart("x", "x", "x", "y", [initial, line]), "x")
         assert COLOURS[1].lower() in svg.lower()
-        assert (">a</text>" in svg) == bool(before.x)
+        assert (">a</text>" in svg) == bool(initial.x)
 
 
 @pytest.mark.filterwarnings("error")

@@ -75,9 +75,9 @@ def test_trainings_differ_from_the_paper_in_nothing_of_their_own(name: str) -> N
     for trial in one_of_each_group(name):
         if trial.group.startswith("deit/"):
             continue  # DeiT's own config, which says what differs
-        found = differences(runner.layers(trial.line(NOWHERE)), "fp32")
-        assert found is not None
-        assert [line for line in found if not line.startswith(USUAL)] == [], trial.name
+        actual = differences(runner.layers(trial.line(NOWHERE)), "fp32")
+        assert actual is not None
+        assert [line for line in actual if not line.startswith(USUAL)] == [], trial.name
 
 
 def test_steps_fractions_and_seeds_reach_the_trainings() -> None:
@@ -130,18 +130,18 @@ def test_the_price_of_lit_is_the_text_tower_in_training_and_the_image_tower_forw
 
 def test_remaining_trainings_are_estimated_from_finished_ones(tmp_path: Path) -> None:
     locations = Locations(tmp_path, {}, {})
-    whole = experiment("fig4")
-    (before,) = describe_experiments([whole], locations)
-    assert (before["trainings"], before["left"], before["flops_per_second_here"]) == (6, 6, None)
+    full = experiment("fig4")
+    (initial,) = describe_experiments([full], locations)
+    assert (initial["trainings"], initial["left"], initial["flops_per_second_here"]) == (6, 6, None)
     result = {"task": "pretrain", "top1": 70.0, "timing": {"train_seconds": 7200.0}}
     write_run(tmp_path / "imagenet/B-32-dpn/seed0", PretrainConfig, "pretrain", result)
-    (after,) = describe_experiments([whole], locations)
-    price = flops([trial for trial in whole.trials({}) if "B-32-dpn" in trial.name], locations)
-    assert (after["trainings"], after["left"]) == (6, 5)
-    assert after["flops_left"] == before["flops_left"] - price
-    assert after["h100_hours_left"] == pytest.approx(after["flops_left"] / (0.3 * 989.4e12) / 3600)
-    assert after["flops_per_second_here"] == pytest.approx(price / 7200)
-    assert after["hours_left_here"] == pytest.approx(2 * after["flops_left"] / price)
+    (final,) = describe_experiments([full], locations)
+    price = flops([trial for trial in full.trials({}) if "B-32-dpn" in trial.name], locations)
+    assert (final["trainings"], final["left"]) == (6, 5)
+    assert final["flops_left"] == initial["flops_left"] - price
+    assert final["h100_hours_left"] == pytest.approx(final["flops_left"] / (0.3 * 989.4e12) / 3600)
+    assert final["flops_per_second_here"] == pytest.approx(price / 7200)
+    assert final["hours_left_here"] == pytest.approx(2 * final["flops_left"] / price)
 
 
 def test_table_3_has_the_numbers_of_the_vtab_table() -> None:
@@ -188,8 +188,8 @@ def test_numbers_are_means_over_seeds_next_to_the_papers_interval(tmp_path: Path
         Number("r", "paired", a, ("top1",), 1.0, minus=b),
         Number("r", "nothing", (trial("c/seed0"),), ("top1",), 70.0, 0.1),
     ]
-    whole = Experiment("x", "", "", numbers)
-    mean, far, paired, nothing = compare(whole, locations)
+    full = Experiment("x", "", "", numbers)
+    mean, far, paired, nothing = compare(full, locations)
     assert mean.our_summary is not None
     assert mean.our_summary.mean == pytest.approx(74.5333, abs=1e-4)
     assert mean.difference == pytest.approx(-0.2667, abs=1e-4)
@@ -204,7 +204,7 @@ def test_numbers_are_means_over_seeds_next_to_the_papers_interval(tmp_path: Path
     assert paired.is_consistent is None
     assert nothing.our_summary is None
     assert nothing.difference is None
-    rows = table_of(whole, [mean, far, paired, nothing], small=False).rows
+    rows = table_of(full, [mean, far, paired, nothing], small=False).rows
     assert rows[0] == ["r", "mean", "74.53 ± 0.26", 3, "74.80 ± 0.06", mean.difference, "yes"]
     assert rows[1][4:] == ["76.20 ± 0.07", far.difference, "no"]
     assert rows[3][2:] == [None, None, "70.00 ± 0.10", None, None]
@@ -220,18 +220,18 @@ def test_numbers_are_means_over_seeds_next_to_the_papers_interval(tmp_path: Path
 )
 def test_scores_are_found_in_results(tmp_path: Path, score: tuple[str | int, ...], result: dict[str, Any]) -> None:
     locations = planted(tmp_path, {"a/seed0": result, "b/seed0": {"tasks": {"svhn": {"test": None}}, "stages": []}})
-    found, missing = compare(
+    actual, missing = compare(
         Experiment("x", "", "", [Number("", "", (trial(f"{name}/seed0"),), score) for name in "ab"]), locations
     )
-    assert found.our_summary is not None
-    assert found.our_summary.mean == 51.0
+    assert actual.our_summary is not None
+    assert actual.our_summary.mean == 51.0
     assert missing.our_summary is None
 
 
 def test_data_sets_are_the_ones_that_trainings_name() -> None:
-    named = {name for each in EXPERIMENTS for trial in experiment(each).trials({}) for _, name in trial.data}
+    named = {name for item in EXPERIMENTS for trial in experiment(item).trials({}) for _, name in trial.data}
     assert named == set(DATA_SETS)
-    assert {trial.command for each in EXPERIMENTS for trial in experiment(each).trials({})} <= set(TRAIN_COMMANDS)
+    assert {trial.command for item in EXPERIMENTS for trial in experiment(item).trials({})} <= set(TRAIN_COMMANDS)
 
 
 def test_a_page_of_half_a_table_has_the_papers_bars_of_the_other_half(tmp_path: Path) -> None:

@@ -67,8 +67,8 @@ def test_finished_trainings_are_reused_and_shared(trainer: Trainer, tmp_path: Pa
     assert "imagenet/rms/seed1" in done  # the one that was lost
     assert "imagenet/dpn/seed0" not in done  # Table 6 has it
     assert len(done) == 1 + 2 * 11  # and Figure 1's other placements and plain networks
-    shown = json.loads(second_result.stdout)["experiments"]
-    rms = next(number for number in shown[0]["numbers"] if number["row"] == "rms")
+    output = json.loads(second_result.stdout)["experiments"]
+    rms = next(number for number in output[0]["numbers"] if number["row"] == "rms")
     assert rms["ours"]["mean"] == pytest.approx(0.0)  # both names are equally long
     assert rms["paper"] == 0.0
     page = (tmp_path / "out/table6/report.html").read_text()
@@ -226,12 +226,12 @@ def test_a_process_of_its_own_makes_the_same_network(
     monkeypatch.setattr(SmallTrainings, "imagenet", imagenet)
     for name, value in program_environment().items():
         monkeypatch.setenv(name, value)
-    alone, processes = tmp_path / "alone", tmp_path / "processes"
-    for out, jobs in ((alone, "1"), (processes, "2")):
+    single, processes = tmp_path / "alone", tmp_path / "processes"
+    for out, jobs in ((single, "1"), (processes, "2")):
         result = run_dpn("reproduce", "fig3", "--small", "--jobs", jobs, "-o", str(out))
         assert result.exit_code == 0, result.stderr
     assert str(processes / "logs/imagenet-dpn-seed0.log") in result.stderr.replace("\n", "")
-    one, other = (load_file(out / "imagenet/dpn/seed0/weights.safetensors") for out in (alone, processes))
+    one, other = (load_file(out / "imagenet/dpn/seed0/weights.safetensors") for out in (single, processes))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
 

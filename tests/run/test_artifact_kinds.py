@@ -82,17 +82,17 @@ CASES = [(command, kind) for command, (_, kinds) in REFUSED.items() for kind in 
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One small file of each kind, in a folder of its own that is no run."""
     root = tmp_path_factory.mktemp("kinds")
-    found = {kind: root / kind / "weights.safetensors" for kind in WORDS}
+    actual = {kind: root / kind / "weights.safetensors" for kind in WORDS}
     vit = load_backbone("mu/8", image_size=16, num_classes=3, seed=1)
-    export_backbone(vit, found["network"])
-    save_classifier(Classifier(vit, ("ant", "bee", "cow"), "softmax", 16, {"arch": "mu/8"}), found["classifier"])
+    export_backbone(vit, actual["network"])
+    save_classifier(Classifier(vit, ("ant", "bee", "cow"), "softmax", 16, {"arch": "mu/8"}), actual["classifier"])
     classes = tuple(Class(name, (9, 9, 9)) for name in ("ant", "bee", "cow"))
     save_segmenter(
         Segmenter(LinearSegmenter(vit, final_norm=False), classes, MaskData(source="x"), Evaluation(), {}),
-        found["segmenter"],
+        actual["segmenter"],
     )
-    save_towers(make_towers(), found["towers"])
-    return found
+    save_towers(make_towers(), actual["towers"])
+    return actual
 
 
 @pytest.mark.parametrize(("command", "kind"), CASES)
@@ -199,8 +199,8 @@ def test_one_flipped_bit_is_noticed_by_every_command(
         words.append(behind.pop(0))
     for name, place in FLIPS.items():
         damaged = flipped(files[kind], tmp_path / f"{kind}.safetensors", place)
-        rest = [word.replace("OUT", "out.safetensors") for word in behind]
-        result = run_dpn(*words, str(damaged), *rest)
+        remaining = [word.replace("OUT", "out.safetensors") for word in behind]
+        result = run_dpn(*words, str(damaged), *remaining)
         assert result.exit_code == 3, (name, result.output)
         assert len([line for line in result.stderr.splitlines() if line.startswith("error:")]) == 1, result.stderr
         assert str(damaged) in result.stderr
@@ -218,11 +218,11 @@ def test_every_bit_of_a_small_file_counts(tmp_path: Path) -> None:
     for place in range(len(content)):
         copy.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         try:
-            found, described = read_weights(copy)
+            actual, described = read_weights(copy)
         except Exception:  # the container's reader raises what the damage leads it to
             continue
         described.pop(KEY, None)
-        if not (described.items() >= metadata.items() and all(found[n].equal(t) for n, t in tensors.items())):
+        if not (described.items() >= metadata.items() and all(actual[n].equal(t) for n, t in tensors.items())):
             missed.append(place)
     assert missed == []
 
@@ -232,10 +232,10 @@ def test_equal_contents_are_equal_files(tmp_path: Path) -> None:
     tensors = {"w": torch.arange(5.0), "b": torch.tensor(True)}
     digests = {write_weights(tmp_path / str(number), tensors, metadata) for number in range(8)}
     assert len(digests) == 1
-    found, described = read_weights(tmp_path / "0")
+    actual, described = read_weights(tmp_path / "0")
     described.pop(KEY)
     assert described == metadata
-    assert all(found[name].equal(value) for name, value in tensors.items())
+    assert all(actual[name].equal(value) for name, value in tensors.items())
 
 
 def test_files_without_checksums_still_load(files: dict[str, Path], tmp_path: Path) -> None:
@@ -295,8 +295,8 @@ def test_a_damaged_cell_of_vtab_is_named(files: dict[str, Path], tmp_path: Path)
 def test_a_damaged_zero_shot_classifier_is_rebuilt(tmp_path: Path) -> None:
     from dpn_cli.run.distributed import World
 
-    own, alone = make_towers(), World(0, 1, torch.device("cpu"))
-    arguments = own, ["a cat", "a dog"], ["{}"], tmp_path, alone
+    own, single = make_towers(), World(0, 1, torch.device("cpu"))
+    arguments = own, ["a cat", "a dog"], ["{}"], tmp_path, single
     expected = classifier_of(*arguments)
     (kept,) = tmp_path.iterdir()
     flipped(kept, kept, lambda content: len(content) - 1)

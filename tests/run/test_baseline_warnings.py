@@ -139,9 +139,9 @@ def test_vtab_names_the_task_that_was_not_learned(
     for right, said in ((87, 1), (400, 0)):
         monkeypatch.setattr(Trainer, "count_test", lambda self, weights, right=right: [(right, 797)] * len(weights))
         toy(tmp_path / str(right), "lrs=1e-2", "seeds=1", "schedule.steps=2")
-        found = lines(capsys, "NOTHING LEARNT: svhn dpn: test top-1")
-        assert len(found) == said
-        assert all("10.92 % of 797 is not above what always naming the most frequent class" in line for line in found)
+        actual = lines(capsys, "NOTHING LEARNT: svhn dpn: test top-1")
+        assert len(actual) == said
+        assert all("10.92 % of 797 is not above what always naming the most frequent class" in line for line in actual)
 
 
 def test_lit_warns_that_retrieval_and_zero_shot_are_at_chance(

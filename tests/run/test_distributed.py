@@ -73,7 +73,7 @@ def train_job(world: World, folder: Path) -> None:
 def test_two_ranks_train_the_network_of_one(tmp_path: Path) -> None:
     run_distributed(train_job, tmp_path)
     alone_log = MetricsLog(tmp_path / "alone.jsonl")
-    alone = fit(World(0, 1, CPU), random_batches(), log=alone_log).metrics
+    single = fit(World(0, 1, CPU), random_batches(), log=alone_log).metrics
     norms = [record["layer_norms"] for record in alone_log.records()]
     assert len(norms) == 5
     for micro in (4, 1):
@@ -82,7 +82,7 @@ def test_two_ranks_train_the_network_of_one(tmp_path: Path) -> None:
     for rank in (0, 1):
         for micro in (4, 1):
             together = json.loads((tmp_path / f"rank{rank}-{micro}.json").read_text())
-            assert together == pytest.approx(alone, rel=1e-5, abs=1e-5)
+            assert together == pytest.approx(single, rel=1e-5, abs=1e-5)
 
 
 def thirds_job(world: World, folder: Path) -> None:
@@ -99,10 +99,10 @@ def test_three_ranks_train_the_network_of_one_although_they_do_not_divide_the_ba
     """Shares are 2, 2 and 4 rows, so that micro-batches and what they drop are those of one rank."""
     run_distributed(thirds_job, tmp_path, ranks=3)
     alone_log = MetricsLog(tmp_path / "alone.jsonl")
-    alone = World(0, 1, CPU)
+    single = World(0, 1, CPU)
     expected = {
-        "": fit(alone, random_batches(), log=alone_log).metrics,
-        "-dropping": fit(alone, random_batches(), micro=2, drop_path=0.5).metrics,
+        "": fit(single, random_batches(), log=alone_log).metrics,
+        "-dropping": fit(single, random_batches(), micro=2, drop_path=0.5).metrics,
     }
     for one, three in zip(alone_log.records(), MetricsLog(tmp_path / "thirds.jsonl").records(), strict=True):
         assert (three["loss"], three["grad_norm"]) == pytest.approx((one["loss"], one["grad_norm"]), rel=1e-4)
@@ -180,13 +180,13 @@ def gone_job(world: World, folder: Path, *, within: bool, norm: str) -> None:
 @pytest.mark.parametrize("within", [False, True])
 def test_a_lost_rank_costs_no_step_when_another_one_leads(within: bool, tmp_path: Path) -> None:
     run_distributed(partial(gone_job, within=within, norm="ln"), tmp_path)
-    alone = World(0, 1, CPU)
+    single = World(0, 1, CPU)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     saved = checkpoints.load("last", pytest.fail)
     assert saved is not None
     assert saved[1]["step"] == 2
-    goes_on = fit(alone, random_batches(), checkpoints=checkpoints).metrics
-    assert goes_on == pytest.approx(fit(alone, random_batches()).metrics, rel=1e-5, abs=1e-5)
+    goes_on = fit(single, random_batches(), checkpoints=checkpoints).metrics
+    assert goes_on == pytest.approx(fit(single, random_batches()).metrics, rel=1e-5, abs=1e-5)
 
 
 def test_norms_that_have_counted_a_part_of_a_batch_are_not_saved(tmp_path: Path) -> None:

@@ -97,10 +97,10 @@ def undisturbed(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_lost_ranks_do_not_change_the_result(name: str, photos: Path, undisturbed: Path, tmp_path: Path) -> None:
-    loss, folder, said = LOSSES[name], tmp_path / "run", tmp_path / "said"
+    loss, folder, message = LOSSES[name], tmp_path / "run", tmp_path / "said"
     command = (sys.executable, "-m", "dpn_cli", *TRAINING, *loss.flags, "--data", str(photos), "-o", str(folder))
     variables = program_environment(**(RESTARTS if loss.machine else {}))
-    with ExitStack() as stack, said.open("w") as file:
+    with ExitStack() as stack, message.open("w") as file:
         torchruns = [
             stack.enter_context(start_program((*torchrun, *command), stdout=file, stderr=file, env=variables))
             for torchrun in loss.torchruns(tmp_path / "meeting")
@@ -108,7 +108,7 @@ def test_lost_ranks_do_not_change_the_result(name: str, photos: Path, undisturbe
         until_step(KILLED_AFTER, folder, torchruns)
         lose(loss, torchruns)
         codes = [torchrun.wait(LIMIT) for torchrun in torchruns]
-    text = said.read_text()
+    text = message.read_text()
     assert sorted(codes) == ([-signal.SIGKILL, 0] if loss.machine else [0]), text
     restarts = [line for line in text.splitlines() if "torchrun restarted the ranks" in line]
     left = "1 rank" if loss.machine else "2 ranks"
@@ -122,9 +122,9 @@ def test_lost_ranks_do_not_change_the_result(name: str, photos: Path, undisturbe
 
 def same_training(folder: Path, undisturbed: Path) -> None:
     """Compare the log, in which each step is once, and the weights."""
-    for ours, theirs in zip(records(folder), records(undisturbed), strict=True):
-        expected = {key: value for key, value in theirs.items() if key not in TIMES}
-        assert {key: ours[key] for key in ours if key not in TIMES} == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    for actual, their_values in zip(records(folder), records(undisturbed), strict=True):
+        expected = {key: value for key, value in their_values.items() if key not in TIMES}
+        assert {key: actual[key] for key in actual if key not in TIMES} == pytest.approx(expected, rel=1e-3, abs=1e-5)
     weights = load_file(folder / "weights.safetensors")
     for name, value in load_file(undisturbed / "weights.safetensors").items():
         torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6)

@@ -48,22 +48,22 @@ class Disk:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    found = Disk()
+    actual = Disk()
 
     def flush(descriptor: int) -> None:
         FSYNC(descriptor)
-        found.flush(Path(f"/proc/self/fd/{descriptor}").readlink())
+        actual.flush(Path(f"/proc/self/fd/{descriptor}").readlink())
 
     monkeypatch.setattr(os, "fsync", flush)
     for name in ("rename", "replace"):
         original = getattr(os, name)
 
         def rename(source: Any, target: Any, original: Callable[..., None] = original, **named: Any) -> None:
-            found.rename(Path(source), Path(target))
+            actual.rename(Path(source), Path(target))
             original(source, target, **named)
 
         monkeypatch.setattr(os, name, rename)
-    return found
+    return actual
 
 
 def save_checkpoints(folder: Path) -> None:

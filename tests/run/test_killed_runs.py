@@ -133,12 +133,12 @@ def killed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_killed_between_its_first_files_restarts(name: str, killed: Path, data: Path, tmp_path: Path) -> None:
     start, kind = RUNS[name]
     assert [entry.name for entry in (killed / "begun" / name).iterdir()] == ["run.json"]
-    for how in ({}, {"resume": True}, {"overwrite": True}):
-        if how and name not in ("highres", "vtab"):
+    for mode in ({}, {"resume": True}, {"overwrite": True}):
+        if mode and name not in ("highres", "vtab"):
             continue  # it is one function for all of them
-        path = tmp_path / str(how)
+        path = tmp_path / str(mode)
         shutil.copytree(killed / "begun" / name, path)
-        result = start(data, path, **how)
+        result = start(data, path, **mode)
         assert json.loads((path / "result.json").read_text()) == result
         assert json.loads((path / "run.json").read_text())["kind"] == kind
 

@@ -39,12 +39,12 @@ RUN = TorchrunLaunch("run7", 0, AGENTS[:2]).facts()
     ],
 )
 def test_the_torchrun_that_started_a_run_is_known_by_its_processes_or_its_id(
-    now: TorchrunLaunch, began: bool, same_id: bool
+    current: TorchrunLaunch, began: bool, same_id: bool
 ) -> None:
     report = json.loads(json.dumps(RUN))
-    assert (now.has_worked_on(report), now.has_id_of(report)) == (began, same_id)
-    assert not now.has_worked_on({})
-    assert not now.has_id_of({})
+    assert (current.has_worked_on(report), current.has_id_of(report)) == (began, same_id)
+    assert not current.has_worked_on({})
+    assert not current.has_id_of({})
 
 
 def test_no_id_is_no_id_to_know_a_run_by() -> None:
@@ -74,14 +74,14 @@ def test_a_restart_that_torchrun_cannot_do_is_reported_first(monkeypatch: pytest
 
 
 def opened(
-    folder: Path, now: TorchrunLaunch | None, patch: pytest.MonkeyPatch, **options: Any
+    folder: Path, current: TorchrunLaunch | None, patch: pytest.MonkeyPatch, **options: Any
 ) -> tuple[list[str], set[str]]:
     """Open a run under a torchrun, and train for a while; return the messages, and the files that were there."""
     messages = list[str]()
     console = Console(quiet=True)
     config = small_pretrain_config(folder)
     with patch.context() as context:
-        context.setattr(sessions, "current_torchrun", lambda: now)
+        context.setattr(sessions, "current_torchrun", lambda: current)
         context.setattr(console, "info", messages.append)
         with sessions.open_run(config, config.runtime, "classifier", LaunchOptions(folder, **options), folder, console):
             there = {entry.name for entry in folder.iterdir()}
@@ -91,7 +91,7 @@ def opened(
 
 def test_ranks_that_are_restarted_continue_with_their_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, patch = tmp_path / "run", monkeypatch
-    first, again, other = (
+    first, second, other = (
         TorchrunLaunch("run7", 0, AGENTS[:2]),
         TorchrunLaunch("run7", 1, AGENTS[:1]),
         TorchrunLaunch("run8", 1, AGENTS[2:]),
@@ -99,12 +99,12 @@ def test_ranks_that_are_restarted_continue_with_their_run(tmp_path: Path, monkey
     assert opened(folder, first, patch, overwrite=True) == ([], {"run.json", "config.yaml"})
     line = f"{folder}: torchrun restarted the ranks; the run continues with 1 rank"
     for overwrite in (False, True):
-        assert opened(folder, again, patch, overwrite=overwrite) == (
+        assert opened(folder, second, patch, overwrite=overwrite) == (
             [line],
             {"run.json", "config.yaml", "metrics.jsonl"},
         )
-    assert opened(folder, again, patch, resume=True)[0] == []
-    assert json.loads((folder / "run.json").read_text())["torchrun"] == again.facts()["torchrun"]
+    assert opened(folder, second, patch, resume=True)[0] == []
+    assert json.loads((folder / "run.json").read_text())["torchrun"] == second.facts()["torchrun"]
     for stranger in (None, other):
         with pytest.raises(DpnError, match="the folder holds a run that has not finished"):
             opened(folder, stranger, patch)
@@ -149,7 +149,7 @@ def test_restarted_ranks_do_not_read_messages_of_earlier_ones(
         "MASTER_PORT": str(agents.port),
     }
     met = list[dict[str, Any]]()
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: met.append(how))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **mode: met.append(mode))
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     for count in ("0", "1"):
@@ -157,7 +157,7 @@ def test_restarted_ranks_do_not_read_messages_of_earlier_ones(
         distributed._connect_ranks("gloo", 1, 2, timedelta(seconds=60))
         assert not met[-1]["store"].check(["address"])
         met[-1]["store"].set("address", count)
-    assert [(how["rank"], how["world_size"]) for how in met] == [(1, 2), (1, 2)]
+    assert [(mode["rank"], mode["world_size"]) for mode in met] == [(1, 2), (1, 2)]
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     distributed._connect_ranks("gloo", 1, 2, None)
     assert met[-1] == {"timeout": None}

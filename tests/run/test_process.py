@@ -122,15 +122,15 @@ with process.fast_exit():
 
 
 def test_a_terminal_that_has_closed_takes_nothing_with_it(tmp_path: Path) -> None:
-    ours, theirs = pty.openpty()
+    actual, expected = pty.openpty()
     reader, writer = os.pipe()
-    streams = {"stdin": reader, "stdout": theirs, "stderr": theirs}
+    streams = {"stdin": reader, "stdout": expected, "stderr": expected}
     command = [sys.executable, "-c", OUTLIVE, str(tmp_path / "file")]
     with start_program(command, start_new_session=True, **streams) as process:
-        os.close(theirs)
+        os.close(expected)
         os.close(reader)
-        assert os.read(ours, 100).startswith(b"ready")
-        os.close(ours)
+        assert os.read(actual, 100).startswith(b"ready")
+        os.close(actual)
         os.close(writer)
         assert process.wait(LIMIT) == 0
     assert (tmp_path / "file").read_text() == "kept"

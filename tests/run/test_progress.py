@@ -39,13 +39,13 @@ def moments(
     console: Console, clock: Clock, step_seconds: float, steps: int, err: pytest.CaptureFixture[str]
 ) -> list[float]:
     """Return the seconds after its start at which a training shows a line."""
-    start, found = clock.now, []
+    start, actual = clock.now, []
     with console.progress("highres") as tick:
         for step in range(1, steps + 1):
             clock.now += step_seconds
             tick(tick_of(step, steps))
-            found += [clock.now - start] * len(err.readouterr().err.splitlines())
-    return found
+            actual += [clock.now - start] * len(err.readouterr().err.splitlines())
+    return actual
 
 
 @pytest.mark.parametrize("step_seconds", [0.01, 0.7, 3.0, 9.9])
@@ -53,11 +53,11 @@ def test_a_line_comes_at_the_first_step_and_every_ten_seconds(
     step_seconds: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = Clock()
-    found = moments(Console(clock=clock), clock, step_seconds, int(100 / step_seconds), capsys)
-    assert found[0] == pytest.approx(step_seconds)
-    gaps = [after - before for before, after in itertools.pairwise(found)]
+    actual = moments(Console(clock=clock), clock, step_seconds, int(100 / step_seconds), capsys)
+    assert actual[0] == pytest.approx(step_seconds)
+    gaps = [final - initial for initial, final in itertools.pairwise(actual)]
     assert max(gaps) <= 10.0001
-    assert len(found) <= 1 + 100 / min(10, max(5, step_seconds))  # and no flood of them
+    assert len(actual) <= 1 + 100 / min(10, max(5, step_seconds))  # and no flood of them
 
 
 def test_steps_longer_than_ten_seconds_are_shown_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,7 +162,7 @@ def test_every_step_is_shown_and_the_log_keeps_its_fifty_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the log needs the other ranks: the number of reductions does not depend on what is shown."""
-    seen: list[ProgressTick] = []
+    observed: list[ProgressTick] = []
     reductions: list[Tensor] = []
 
     def reduced(value: Tensor) -> Tensor:
@@ -171,12 +171,12 @@ def test_every_step_is_shown_and_the_log_keeps_its_fifty_records(
 
     monkeypatch.setattr(distributed, "reduce_over_ranks", reduced)
     log = MetricsLog(tmp_path / "metrics.jsonl")
-    train_steps(small_vit(), 150, outputs=Outputs(log=log, tick=seen.append))
-    assert [tick.step for tick in seen] == list(range(1, 151))
-    assert [tick.step for tick in seen if tick.logged] == list(range(3, 151, 3))
+    train_steps(small_vit(), 150, outputs=Outputs(log=log, tick=observed.append))
+    assert [tick.step for tick in observed] == list(range(1, 151))
+    assert [tick.step for tick in observed if tick.logged] == list(range(3, 151, 3))
     records = [json.loads(line) for line in log.path.read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(3, 151, 3))
     assert len(reductions) == 50
-    assert [record["loss"] for record in records] == pytest.approx([tick.loss for tick in seen[2::3]])
-    for tick in seen:
+    assert [record["loss"] for record in records] == pytest.approx([tick.loss for tick in observed[2::3]])
+    for tick in observed:
         assert tick.seconds_left == pytest.approx((150 - tick.step) * 8 / tick.images_per_second)

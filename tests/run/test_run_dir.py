@@ -78,9 +78,9 @@ def test_a_kill_at_any_write_of_a_new_run_leaves_a_folder_that_opens(tmp_path: P
         if not killed_at(call, files, "flush", lambda path=killed: open_run(path)):  # type: ignore[misc]
             break
         states.add(tuple(sorted("tmp" if is_leftover(entry.name) else entry.name for entry in killed.iterdir())))
-        for how in HOW:
-            path = shutil.copytree(killed, tmp_path / f"{call}{''.join(how)}")
-            folder, warnings = open_run(path, **how)
+        for mode in HOW:
+            path = shutil.copytree(killed, tmp_path / f"{call}{''.join(mode)}")
+            folder, warnings = open_run(path, **mode)
             assert sorted(entry.name for entry in path.iterdir()) == ["config.yaml", "run.json"]
             assert yaml.safe_load((path / "config.yaml").read_text()) == CONFIG
             assert (folder.facts["status"], warnings) == ("running", [])
@@ -108,15 +108,15 @@ def test_a_run_at_work_is_running_and_one_whose_process_is_gone_interrupted(tmp_
 
 
 def test_a_killed_process_that_nobody_has_waited_for_is_gone() -> None:
-    ours, theirs = multiprocessing.Pipe()
+    actual, expected = multiprocessing.Pipe()
 
     def child() -> None:
-        theirs.send(this_process())
-        theirs.recv()
+        expected.send(this_process())
+        expected.recv()
 
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
-    described = ours.recv()
+    described = actual.recv()
     assert is_running(described)
     process.kill()
     os.waitid(os.P_PID, described["pid"], os.WEXITED | os.WNOWAIT)
@@ -229,9 +229,9 @@ def test_a_damaged_result_is_rebuilt(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["run.json", "config.yaml", "cat.jpg"])
 def test_files_of_others_are_never_touched(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("backbone: mine\n")
-    for how in HOW:
+    for mode in HOW:
         with pytest.raises(DpnError, match="the folder is not empty and is not a dpn run"):
-            open_run(tmp_path, **how)
+            open_run(tmp_path, **mode)
     assert (tmp_path / name).read_text() == "backbone: mine\n"
 
 
@@ -248,8 +248,8 @@ def test_leftovers_of_dead_processes_are_removed_and_of_living_ones_are_not(tmp_
         (folder / "checkpoints" / name).write_text("")
     open_run(folder, resume=True)
     for place in (folder, folder / "checkpoints"):
-        found = {path.name for path in place.iterdir() if path.suffix == ".tmp"}
-        assert found == {names[living], ".notes.tmp", "x.1.tmp"}
+        actual = {path.name for path in place.iterdir() if path.suffix == ".tmp"}
+        assert actual == {names[living], ".notes.tmp", "x.1.tmp"}
     remove_leftovers(tmp_path / "nowhere")
 
 
@@ -277,7 +277,7 @@ COMMAND = ["finetune", "highres", "--data", "demo", "--arch", "mu/8", "--checkpo
 def test_places_that_are_no_folders_are_named_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("mine")
-    said = {
+    printed = {
         "/": "-o /: the folder is not empty and is not a dpn run",
         "file": "-o file: a file, not a folder",
         "file/below": "-o file/below: the folder cannot be made (Not a directory)",
@@ -285,7 +285,7 @@ def test_places_that_are_no_folders_are_named_in_one_line(tmp_path: Path, monkey
         "a" * 300: "the folder cannot be made (File name too long)",
         "b" * 5000: "the folder cannot be made (File name too long)",
     }
-    for place, message in said.items():
+    for place, message in printed.items():
         for command in (COMMAND, ["eval", "weights.npz", "--data", "demo"]):
             if place == "/" and command[0] == "eval":
                 continue
@@ -331,10 +331,10 @@ def test_the_newest_state_of_a_description_is_compared(tmp_path: Path, monkeypat
 
 def test_a_run_may_be_resumed_with_another_log() -> None:
     begun = {"seed": 0, "backbone": {"stem": "dpn"}}  # by a version without that key
-    now = {**begun, "log": {"layer_norms": True}}
-    assert config_digest(now) == config_digest(begun)
-    assert differences(begun, now) == []
-    assert differences(begun, {**now, "seed": 1}) == ["seed: 0 there, 1 now"]
+    current = {**begun, "log": {"layer_norms": True}}
+    assert config_digest(current) == config_digest(begun)
+    assert differences(begun, current) == []
+    assert differences(begun, {**current, "seed": 1}) == ["seed: 0 there, 1 now"]
 
 
 def leaves(plain: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -386,10 +386,10 @@ class OneNetwork(Section):
     ],
 )
 def test_the_weights_of_a_run_are_reused_unless_the_command_names_others(
-    now: dict[str, str], arguments: list[str] | None, kept: bool, capsys: pytest.CaptureFixture[str]
+    current: dict[str, str], arguments: list[str] | None, kept: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = {"arch": "mu/8", "stem": "dpn", "checkpoint": "old.safetensors"}
-    config = OneNetwork.model_validate({"backbone": saved | {"checkpoint": "new.safetensors"} | now})
+    config = OneNetwork.model_validate({"backbone": saved | {"checkpoint": "new.safetensors"} | current})
     resumed = with_weights_of(config, saved, arguments, Console())
     expected = OneNetwork.model_validate({"backbone": saved}) if kept else config
     assert resumed == expected

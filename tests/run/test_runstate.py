@@ -56,7 +56,7 @@ def test_two_processes_may_write_one_file(tmp_path: Path, monkeypatch: pytest.Mo
         temporary.write_text("one")
         with monkeypatch.context() as other:
             other.setattr("os.getpid", lambda: 1)
-            replace_file(path, lambda theirs: theirs.write_text("two"))
+            replace_file(path, lambda expected: expected.write_text("two"))
 
     digest = replace_file(path, write)
     assert path.read_text() == "one"
@@ -152,7 +152,7 @@ def test_a_log_that_stays_as_it_is_keeps_its_file(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "m.jsonl")
     for content, kept in (('{"step": 1}\n{"step": 2}\n', True), ('{"step": 1}\n{"step": 2}', False)):
         log.path.write_text(content)
-        before = log.path.stat().st_ino
+        initial = log.path.stat().st_ino
         log.truncate(2)
-        assert (log.path.stat().st_ino == before) is kept
+        assert (log.path.stat().st_ino == initial) is kept
         assert log.path.read_text() == '{"step": 1}\n{"step": 2}\n'

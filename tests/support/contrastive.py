@@ -51,7 +51,7 @@ def train_contrastive(world: World, kind: Kind, micro: int, *, shard: bool = Fal
         for step in range(start, 3):
             yield {name: value[mine] for name, value in make_pairs(step).items()}
 
-    seen: list[float] = []
+    observed: list[float] = []
     job = TrainJob(
         loss_fn=ContrastiveLoss(kind, world),
         batches=batches,
@@ -62,8 +62,8 @@ def train_contrastive(world: World, kind: Kind, micro: int, *, shard: bool = Fal
         seed=0,
         world=world,
         micro_batch=MicroBatch(micro),
-        outputs=Outputs(tick=lambda tick: seen.append(mean_over_ranks(tick.loss, world))),
+        outputs=Outputs(tick=lambda tick: observed.append(mean_over_ranks(tick.loss, world))),
     )
     engine.fit(model, job)
     weights = {name: value.double().norm().item() for name, value in engine.unwrap(model).state_dict().items()}
-    return {**weights, **{f"loss {step}": loss for step, loss in enumerate(seen)}}
+    return {**weights, **{f"loss {step}": loss for step, loss in enumerate(observed)}}

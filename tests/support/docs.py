@@ -15,8 +15,8 @@ SHELL = {"", "bash", "sh", "shell", "console"}
 
 def read_code_blocks(text: str) -> Iterator[tuple[str, str]]:
     """Yield the language and the text of each fenced block."""
-    for found in FENCE.finditer(text):
-        yield found["language"], found["body"]
+    for actual in FENCE.finditer(text):
+        yield actual["language"], actual["body"]
 
 
 def split_command(line: str) -> list[str]:

@@ -21,8 +21,8 @@ TINY_RUN = ("--arch", "mu/8", "--checkpoint", "none", "--image-size", "16", "-b"
 
 def write_pack(root: Path) -> Path:
     """Pack 96 training images in 8 shards into a folder's ``pack``; returns the folder."""
-    for split, each in (("train", 32), ("val", 4)):
-        write_class_folders(root / "photos" / split, each=each)
+    for split, item in (("train", 32), ("val", 4)):
+        write_class_folders(root / "photos" / split, each=item)
     splits = {name: open_split(ImageSource(str(root / "photos")), name) for name in ("train", "val")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pack_writer, "SHARD_IMAGES", SHARD_IMAGES)

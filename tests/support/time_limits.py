@@ -28,13 +28,13 @@ def time_limit(seconds: int) -> Iterator[None]:
     def give_up(number: int, frame: object) -> None:
         raise TimeoutError("the test hangs")
 
-    before = signal.signal(signal.SIGALRM, give_up)
+    initial = signal.signal(signal.SIGALRM, give_up)
     signal.alarm(seconds)
     try:
         yield
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, initial)
 
 
 ERROR_LIMIT = 60.0

@@ -77,9 +77,9 @@ def run_vtab(
 def read_ledger(output: Path) -> list[Json]:
     """Read the scored trials of a ledger, each of which was announced first."""
     rows = [json.loads(line) for line in (output / "ledger.jsonl").read_text().splitlines()]
-    begun = [(row["lr"], row["seed"]) for row in rows if row["accuracy"] is None]
+    run = [(row["lr"], row["seed"]) for row in rows if row["accuracy"] is None]
     scored = [row for row in rows if row["accuracy"] is not None]
-    assert begun == [(row["lr"], row["seed"]) for row in scored]  # every score was announced before it was made
+    assert run == [(row["lr"], row["seed"]) for row in scored]  # every score was announced before it was made
     assert all(len(row["weights_sha256"]) == 64 for row in rows)
     return scored
 

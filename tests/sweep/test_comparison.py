@@ -72,8 +72,8 @@ def test_each_training_is_the_one_that_it_would_be_alone(
         kinds.append((checkpoint.stem, patch.numel() // len(patch) // 3, checkpoint.norm, checkpoint.placement, eps))
     none, mixed = ("none", 64, "ln", "pre,pre", None), ("dpn", 64, "bn", "pre,post", None)
     assert kinds[::2] == kinds[1::2] == [none, mixed, ("dpn", 256, "ln", "pre,pre", 0.1)]
-    alone = ["--stem", "dpn", "--norm", "bn", "--placement", "pre,post", "--seed", "2", "-o", str(tmp_path / "one")]
-    assert run_dpn(*commands[task], *alone).exit_code == 0
+    single = ["--stem", "dpn", "--norm", "bn", "--placement", "pre,post", "--seed", "2", "-o", str(tmp_path / "one")]
+    assert run_dpn(*commands[task], *single).exit_code == 0
     one, two = (
         load_file(folder / "weights.safetensors") for folder in (tmp_path / "one", tmp_path / "all" / folders[3])
     )
@@ -105,8 +105,8 @@ def small(*settings: str) -> HighresConfig:
 
 def results_of(config: SweepConfig, scores: dict[str, list[float | None]]) -> dict[str, Any]:
     runs, results, failed = [], {}, {}
-    for name, each in config.by_network().items():
-        for seed, score in zip(each.by_seed(), scores[name], strict=True):
+    for name, item in config.by_network().items():
+        for seed, score in zip(item.by_seed(), scores[name], strict=True):
             folder = f"{name}/{seed}"
             runs.append(Trial(name, seed, folder))
             if score is None:
@@ -279,9 +279,9 @@ def test_the_folder_is_named_after_the_networks_and_holds_no_network_itself(
     assert tried.exit_code == 0, tried.output
     assert not (tmp_path / "runs").exists()
     assert run_dpn(*command).exit_code == 0
-    place = Path("runs/segment_folder/mu-8-none-vs-dpn")
-    assert (place / "none" / "seed0" / "weights.safetensors").is_file()
-    result = run_dpn("segment", "eval", str(place))
+    folder = Path("runs/segment_folder/mu-8-none-vs-dpn")
+    assert (folder / "none" / "seed0" / "weights.safetensors").is_file()
+    result = run_dpn("segment", "eval", str(folder))
     assert result.exit_code == 3
     assert "a comparison of several trainings: each of them has a folder below it" in result.stderr
 
@@ -323,7 +323,7 @@ def test_a_value_may_hold_commas_and_checkpoints_are_named_by_any_key() -> None:
     config = config.model_copy(
         update={"backbone": config.backbone.model_copy(update={"checkpoint": "w/{arch}-{stem}.npz"})}
     )
-    networks = [each.backbone.checkpoint for each in config.by_network().values()]
+    networks = [item.backbone.checkpoint for item in config.by_network().values()]
     assert networks == ["w/B-16-none.npz", "own.npz"]
     assert config.unused_checkpoint_warning() is None
     own = small("compare=['checkpoint=a', 'checkpoint=b']", "backbone.checkpoint=x")

@@ -52,8 +52,8 @@ def test_a_training_of_a_comparison_is_written_down_whole(
     config = training.finalize(training.layers(arguments, console.info), console, False)
     path = tmp_path / "config.yaml"
     path.write_text(dump(config))
-    again = training.finalize(training.layers({"config": str(path)}, console.info), console, False)
-    assert yaml.safe_load(dump(again)) == yaml.safe_load(dump(config))
+    second = training.finalize(training.layers({"config": str(path)}, console.info), console, False)
+    assert yaml.safe_load(dump(second)) == yaml.safe_load(dump(config))
 
 
 def test_every_training_that_can_be_compared_is_tried() -> None:
@@ -72,8 +72,8 @@ def test_processes_train_the_same_networks(photos: Path, tmp_path: Path, monkeyp
         monkeypatch.setenv(name, value)
     one, two = tmp_path / "one", tmp_path / "two"
     assert trained(one, photos).exit_code == 0
-    done = trained(two, photos, "--jobs", "2")
-    assert done.exit_code == 0, done.stderr
+    process = trained(two, photos, "--jobs", "2")
+    assert process.exit_code == 0, process.stderr
     results = [json.loads((out / "result.json").read_text()) for out in (one, two)]
     networks = [{name: part["top1"] for name, part in result["compare"]["networks"].items()} for result in results]
     assert networks[0] == networks[1]
@@ -95,15 +95,15 @@ def test_the_exit_code_of_a_process_decides_whether_the_others_continue(
     script.write_text(f"#!/bin/sh\necho 'error: told so' >&2\nexit {code}\n")
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
-    done = trained(tmp_path / "out", photos, "--jobs", "2")
-    assert done.exit_code == ends
-    assert "told so" in done.stderr
+    process = trained(tmp_path / "out", photos, "--jobs", "2")
+    assert process.exit_code == ends
+    assert "told so" in process.stderr
     if code == 5:
         report = json.loads((tmp_path / "out/partial.json").read_text())
         assert report["failed"] == [f"stem {stem}, seed 0: told so" for stem in ("none", "dpn")]
         assert not list((tmp_path / "out").rglob("result.json"))  # neither is trained here instead
     else:
-        assert f"(exit code 3; {tmp_path / 'out/logs'}" in done.stderr.replace("\n", "")
+        assert f"(exit code 3; {tmp_path / 'out/logs'}" in process.stderr.replace("\n", "")
 
 
 @pytest.mark.parametrize("words", [("pretrain", "--data", "demo"), ("lit", "train")])

@@ -111,26 +111,26 @@ def test_a_lost_ray_node_with_the_command_on_it_is_reported(tmp_path: Path, monk
 
 def test_jobs_that_ray_has_lost_restart_on_another_node(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = [ray.exceptions.NodeDiedError("lost"), StoppedError(signal.SIGTERM).exit_code, 6]  # type: ignore[no-untyped-call]
-    begun: list[Work] = []
+    run: list[Work] = []
 
     def get(reference: object) -> object:
         if isinstance(end := ends.pop(0), Exception):
             raise end
         return end
 
-    monkeypatch.setattr("ray.wait", lambda work, **how: (work, []))
+    monkeypatch.setattr("ray.wait", lambda work, **mode: (work, []))
     monkeypatch.setattr("ray.get", get)
     cluster = object.__new__(ray_engine.RayCluster)
     cluster._running, cluster._restarts, cluster._per_gpu = {}, 0, 1
 
     def submit(work: Work) -> None:
-        begun.append(work)
-        cluster._running[len(begun)] = work
+        run.append(work)
+        cluster._running[len(run)] = work
 
     monkeypatch.setattr(cluster, "_submit", submit)
     submit(Work("work", ()))
     assert [cluster.wait_finished(0.5) for _ in range(3)] == [[], [], [("work", 6)]]
-    assert [work.name for work in begun] == ["work"] * 3
+    assert [work.name for work in run] == ["work"] * 3
 
 
 @pytest.mark.parametrize(("parts", "part"), [(1, 1.0), (3, 0.3333), (6, 0.1666)])
@@ -142,41 +142,41 @@ def test_a_job_out_of_memory_on_a_shared_gpu_gets_one_of_its_own_from_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray is given GPUs that are not there; a task of it is a word."""
-    asked, told = list[tuple[Any, ...]](), list[str]()
+    calls, messages = list[tuple[Any, ...]](), list[str]()
 
     class Task:
         def __init__(self, num_gpus: float = -1) -> None:
             self.num_gpus = num_gpus
 
-        def options(self, num_gpus: float, **how: object) -> Task:
+        def options(self, num_gpus: float, **mode: object) -> Task:
             return Task(num_gpus)
 
         def remote(self, *given: Any) -> str:
-            asked.append((given[0], given[3], self.num_gpus))
-            return f"task {len(asked)}"
+            calls.append((given[0], given[3], self.num_gpus))
+            return f"task {len(calls)}"
 
     started = list[str]()
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("ray.init", lambda address, **how: started.append(address))
+    monkeypatch.setattr("ray.init", lambda address, **mode: started.append(address))
     monkeypatch.setattr("ray.cluster_resources", lambda: {"GPU": 2.0})
     monkeypatch.setattr("ray.remote", lambda work: Task())
     monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
-    monkeypatch.setattr("ray.wait", lambda work, **how: (work, []))
+    monkeypatch.setattr("ray.wait", lambda work, **mode: (work, []))
     monkeypatch.setattr("ray.get", lambda reference: 4)
     monkeypatch.setattr(ray_engine.RayCluster, "_check_nodes", lambda self, sources: None)
     launch = LaunchOptions(engine="ray", jobs_per_gpu=3)
-    cluster = backend_of(launch, tmp_path, [], told.append)
+    cluster = backend_of(launch, tmp_path, [], messages.append)
     assert started == ["local"]  # without an address no cluster is looked for
     assert cluster.slots == 6
     cluster.start(Work("work", ("pretrain",)), 0)
     assert cluster.wait_finished(0.5) == []
     assert cluster.wait_finished(0.5) == [("work", 4)]
-    assert asked == [(("pretrain",), 3, 0.3333), (("pretrain",), 1, 1)]
-    assert told == ["work: out of memory on a shared GPU; restarted on a whole one"]
-    assert backend_of(replace(launch, jobs=4), tmp_path, [], told.append).slots == 4
+    assert calls == [(("pretrain",), 3, 0.3333), (("pretrain",), 1, 1)]
+    assert messages == ["work: out of memory on a shared GPU; restarted on a whole one"]
+    assert backend_of(replace(launch, jobs=4), tmp_path, [], messages.append).slots == 4
     monkeypatch.setattr("ray.cluster_resources", dict)
     with pytest.raises(DpnError, match="--jobs-per-gpu 3: the Ray cluster has no GPU; pass --jobs"):
-        backend_of(launch, tmp_path, [], told.append)
+        backend_of(launch, tmp_path, [], messages.append)
 
 
 def test_a_process_of_a_node_receives_its_fraction_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,17 +111,19 @@ def test_a_training_that_fills_its_gpu_has_it_alone(
 def test_trainings_are_measured_when_the_optimizer_has_its_state(
     steps: int, measured: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    updates, told = list[int](), list[int]()
+    updates, messages = list[int](), list[int]()
     update = engine._Training.update
 
-    def counted(training: engine._Training, pending: torch.Tensor, step: int, lr: float, *, now: bool) -> list[float]:
+    def counted(
+        training: engine._Training, pending: torch.Tensor, step: int, lr: float, *, current: bool
+    ) -> list[float]:
         updates.append(step)
-        return update(training, pending, step, lr, now=now)
+        return update(training, pending, step, lr, now=current)
 
     monkeypatch.setattr(engine._Training, "update", counted)
-    monkeypatch.setattr(engine, "measure", lambda device: told.append(len(updates)))
+    monkeypatch.setattr(engine, "measure", lambda device: messages.append(len(updates)))
     train_steps(small_vit(), steps)
-    assert told == measured
+    assert messages == measured
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -133,7 +135,7 @@ def test_a_gpu_is_never_given_more_than_it_has(seed: int) -> None:
     shares = Shares(cards, "auto")
     shares.most = 8
     waiting = [Work(str(number), (), network=str(draw.randrange(10))) for number in range(100)]
-    running, whole, done = dict[str, Work](), set[str](), list[str]()
+    running, full, done = dict[str, Work](), set[str](), list[str]()
     while waiting or running:
         for work in list(waiting):
             if shares.find(work):
@@ -142,10 +144,10 @@ def test_a_gpu_is_never_given_more_than_it_has(seed: int) -> None:
                 running[work.name] = work
         on = [[name for name, share in shares.allocated.items() if share.gpu == gpu] for gpu in range(len(cards))]
         for gpu, names in enumerate(on):
-            alone = [name for name in names if shares.allocated[name].measures or name in whole]
+            single = [name for name in names if shares.allocated[name].measures or name in full]
             assert len(names) <= 8
-            if not whole.intersection(names):  # which wait for the others to end
-                assert not alone or len(names) == 1
+            if not full.intersection(names):  # which wait for the others to end
+                assert not single or len(names) == 1
                 assert len(names) < 2 or sum(takes[running[name].network] + CONTEXT for name in names) <= 0.9 * (
                     cards[gpu].memory
                 )
@@ -154,14 +156,14 @@ def test_a_gpu_is_never_given_more_than_it_has(seed: int) -> None:
         if share.measures:
             memory = cards[share.gpu].memory
             shares.set_parts(work, parts_that_fit(memory, min(takes[work.network], int(0.9 * memory)), shares.most))
-        elif name not in whole and draw.random() < 0.1 and shares.take_whole(work):
-            whole.add(name)
-        elif name not in whole or all(other in whole for other in on[share.gpu]):
+        elif name not in full and draw.random() < 0.1 and shares.take_whole(work):
+            full.add(name)
+        elif name not in full or all(other in full for other in on[share.gpu]):
             shares.release(work)
             del running[name]
             done.append(name)
     assert sorted(done) == sorted(map(str, range(100)))
-    assert whole
+    assert full
     assert not shares.allocated
 
 
@@ -172,9 +174,9 @@ def test_a_number_is_the_count_of_processes_per_gpu() -> None:
     assert [shares.allocated[work.name].lane for work in works] == [0, 0, 1, 1]
     assert shares.find(Work("5", ())) is None
     shares.release(works[1])
-    found = shares.find(Work("5", ()))
-    assert found
-    assert (found.gpu, found.parts, found.lane, found.measures) == (1, 2, 0, False)
+    actual = shares.find(Work("5", ()))
+    assert actual
+    assert (actual.gpu, actual.parts, actual.lane, actual.measures) == (1, 2, 0, False)
 
 
 # Stands for the interpreter. The first training of a network says that four fit; "wide" needs a GPU alone.
@@ -204,7 +206,7 @@ def test_processes_start_after_the_first_and_one_out_of_memory_gets_a_gpu_of_its
 ) -> None:
     monkeypatch.setattr(sys, "executable", write_program(tmp_path / "python", TRAINING))
     monkeypatch.setattr(gpus, "cores", lambda: list(range(16)))
-    told, codes, began = list[str](), dict[str, int](), list[tuple[str, list[str]]]()
+    messages, codes, began = list[str](), dict[str, int](), list[tuple[str, list[str]]]()
     launch = Processes._launch
 
     def launched(self: Processes, work: Work, slot: int) -> None:
@@ -213,7 +215,7 @@ def test_processes_start_after_the_first_and_one_out_of_memory_gets_a_gpu_of_its
         assert "of an earlier run" not in (read_object(tmp_path / "logs/a.gpu.json") or {})
 
     def say(line: str) -> None:
-        told.append(line)
+        messages.append(line)
         if line.startswith("wide: out of memory"):
             (tmp_path / "wide.again").touch()
 
@@ -233,9 +235,9 @@ def test_processes_start_after_the_first_and_one_out_of_memory_gets_a_gpu_of_its
     assert [name for name, others in began if not others] in (
         ["a", "wide", "fails", "other"], ["a", "fails", "wide", "other"]
     )  # fmt: skip
-    assert told[0] == "a takes 5.0 of the 24 GB of GPU GPU-7: 4 at once there"
-    again = sorted(line for line in told if "restarted" in line)
-    assert again == [
+    assert messages[0] == "a takes 5.0 of the 24 GB of GPU GPU-7: 4 at once there"
+    second = sorted(line for line in messages if "restarted" in line)
+    assert second == [
         f"{name}: out of memory on a shared GPU; restarted on a whole one ({backend.log_of(name)})"
         for name in ("fails", "wide")
     ]

@@ -161,31 +161,31 @@ WAITS = (
 
 def test_a_stop_is_passed_on_and_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", write_program(tmp_path / "python", WAITS))
-    begun, late = tmp_path / "begun", start_deadline()
+    run, late = tmp_path / "begun", start_deadline()
 
     def check() -> None:
         late()
-        if begun.exists():
+        if run.exists():
             raise StoppedError(signal.SIGTERM)
 
     with pytest.raises(StoppedError):
-        run_all([Work("a", (str(begun),))], Processes(1, tmp_path), lambda work: None, lambda work, code: None, check)
+        run_all([Work("a", (str(run),))], Processes(1, tmp_path), lambda work: None, lambda work, code: None, check)
     assert (tmp_path / "begun.saved").exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the signal at a parent's death is Linux's")
 def test_processes_save_and_end_when_their_parent_is_killed(tmp_path: Path) -> None:
-    begun, saved, late = tmp_path / "begun", tmp_path / "begun.saved", start_deadline()
+    run, saved, late = tmp_path / "begun", tmp_path / "begun.saved", start_deadline()
     interpreter = write_program(tmp_path / "python", WAITS)
     script = (
         "import sys, threading\nfrom pathlib import Path\n"
         "from dpn_cli.sweep.engines.local import Processes\nfrom dpn_cli.sweep.scheduler import Work\n"
         f"sys.executable = {interpreter!r}\n"
-        f"Processes(1, Path({str(tmp_path)!r})).start(Work('a', ({str(begun)!r},)), 0)\n"
+        f"Processes(1, Path({str(tmp_path)!r})).start(Work('a', ({str(run)!r},)), 0)\n"
         f"threading.Event().wait({LIMIT})\n"
     )
     with start_program([sys.executable, "-c", script]) as parent:
-        while not begun.exists():
+        while not run.exists():
             late()
         parent.send_signal(signal.SIGKILL)
         parent.wait(LIMIT)

@@ -56,9 +56,9 @@ def wait_until(condition: Callable[[], object], process: subprocess.Popen[str]) 
 def in_training(out: Path, process: subprocess.Popen[str]) -> list[int]:
     """Wait until a training has saved its state; returns the processes that read its data."""
     wait_until((out / "checkpoints" / "last").is_dir, process)
-    found = child_processes(process.pid)
-    assert len(found) == 2
-    return found
+    actual = child_processes(process.pid)
+    assert len(actual) == 2
+    return actual
 
 
 def saved_step(out: Path) -> int:
@@ -69,12 +69,12 @@ def saved_step(out: Path) -> int:
 
 def resume(folder: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Resume a run, and stop it after three steps more."""
-    before, asked = saved_step(out), iter([None, None, None, signal.SIGTERM])
-    assert before >= 5
+    initial, asked = saved_step(out), iter([None, None, None, signal.SIGTERM])
+    assert initial >= 5
     monkeypatch.setattr(signals, "requested", lambda: next(asked))
     resumed = CliRunner().invoke(app, [*highres(folder, out, *ENDLESS), "--resume"])
     assert resumed.exit_code == 75, resumed.output
-    assert saved_step(out) == before + 3
+    assert saved_step(out) == initial + 3
 
 
 @pytest.mark.slow
@@ -146,13 +146,13 @@ def test_a_run_whose_terminal_closes_stops_with_its_state_saved(folder: Path, tm
         f"faulthandler.dump_traceback_later({LIMIT * 0.7}, file=stacks); "
         "from dpn_cli.cli import main; main()"
     )
-    ours, theirs = pty.openpty()
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    actual, expected = pty.openpty()
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), expected)
     with start_program([sys.executable, "-c", code, *arguments], start_new_session=True, **streams) as process:
-        os.close(theirs)
+        os.close(expected)
         in_training(out, process)
         original = json.loads((out / "run.json").read_text())
-        os.close(ours)
+        os.close(actual)
         assert process.wait(LIMIT) == 75, stacks.read_text()
     assert original["status"] == "running"
     assert json.loads((out / "run.json").read_text())["status"] == "stopped"

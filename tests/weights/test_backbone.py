@@ -160,18 +160,18 @@ def test_timm_files_give_timms_features(
     torch.testing.assert_close(ours(image), theirs(image), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("wrong", ["gelu_tanh", "class position"])
-def test_the_comparison_with_timm_would_notice(wrong: str, tmp_path: Path) -> None:
-    theirs = perturbed_timm_model("vit_tiny_patch16_224", img_size=32)
-    save_file(theirs.state_dict(), tmp_path / "timm.safetensors")
-    ours = load_backbone(checkpoint=str(tmp_path / "timm.safetensors"), stem="none", image_size=32).eval()
-    if wrong == "class position":
-        ours.cls_token.data = theirs.cls_token.data
+@pytest.mark.parametrize("invalid", ["gelu_tanh", "class position"])
+def test_the_comparison_with_timm_would_notice(invalid: str, tmp_path: Path) -> None:
+    expected = perturbed_timm_model("vit_tiny_patch16_224", img_size=32)
+    save_file(expected.state_dict(), tmp_path / "timm.safetensors")
+    actual = load_backbone(checkpoint=str(tmp_path / "timm.safetensors"), stem="none", image_size=32).eval()
+    if invalid == "class position":
+        actual.cls_token.data = expected.cls_token.data
     else:
-        for block in ours.blocks:
+        for block in actual.blocks:
             block.mlp.act = torch.nn.GELU(approximate="tanh")
     image = torch.randn(2, 3, 32, 32)
-    assert (ours.forward_features(image) - theirs.forward_features(image)).abs().max() > 1e-4
+    assert (actual.forward_features(image) - expected.forward_features(image)).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("stem", STEMS)

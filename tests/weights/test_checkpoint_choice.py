@@ -21,30 +21,36 @@ from tasks.classify.train import describe_training
 @pytest.fixture
 def falling(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Make every look at images score less than the one before; gives the weights of each look."""
-    seen: list[dict[str, Any]] = []
+    observed: list[dict[str, Any]] = []
 
     def score(classifier: Any, split: Any, *_: Any, **options: Any) -> Scores:
-        seen.append({name: value.clone() for name, value in classifier.model.state_dict().items()})
+        observed.append({name: value.clone() for name, value in classifier.model.state_dict().items()})
         return Scores(
-            100, 90 - len(seen), 100, 1.0, 0, Confusion(3, dict.fromkeys(range(9), 1)), [ImagePrediction(0, 0, 0, 0.5)]
+            100,
+            90 - len(observed),
+            100,
+            1.0,
+            0,
+            Confusion(3, dict.fromkeys(range(9), 1)),
+            [ImagePrediction(0, 0, 0, 0.5)],
         )
 
     monkeypatch.setattr(training, "evaluate", score)
-    return seen
+    return observed
 
 
 def test_the_last_step_is_saved_unless_the_best_is_requested(
     falling: list[dict[str, Any]], photos: Path, tmp_path: Path
 ) -> None:
-    seen = falling
+    observed = falling
     for select, expected in (({}, 8), ({"select": "last"}, 8), ({"select": "best"}, 2)):
-        seen.clear()
+        observed.clear()
         result = train_highres(highres_config(photos, schedule={"steps": 8}, **select), tmp_path / str(select))
         assert result["best_step"] == expected
-        kept, look = load_file(tmp_path / str(select) / "weights.safetensors"), seen[expected // 2 - 1]
+        kept, look = load_file(tmp_path / str(select) / "weights.safetensors"), observed[expected // 2 - 1]
         assert all(torch.equal(value, kept[name]) for name, value in look.items())
-        said = "step 2 was best on minival" if expected == 2 else "the last step is scored"
-        assert said in describe_training(result)
+        message = "step 2 was best on minival" if expected == 2 else "the last step is scored"
+        assert message in describe_training(result)
 
 
 @pytest.mark.parametrize(("steps", "every", "looks"), [(8, 4, [4, 8]), (9, 4, [4, 8, 9]), (8, 2500, [2, 4, 6, 8])])
@@ -59,22 +65,22 @@ def test_minival_is_looked_at_when_the_config_says(
 def test_a_minival_that_is_too_small_to_choose_is_reported(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for share, images, said in ((None, 7, True), (0.0, 0, True), (None, 7, False)):
+    for share, images, message in ((None, 7, True), (0.0, 0, True), (None, 7, False)):
         config = highres_config(
-            photos, schedule={"steps": 1}, data={"minival": share}, select="best" if said else "last"
+            photos, schedule={"steps": 1}, data={"minival": share}, select="best" if message else "last"
         )
-        result = train_highres(config, tmp_path / f"{share} {said}")
+        result = train_highres(config, tmp_path / f"{share} {message}")
         assert result["images"]["minival"] == images
         warning = f"select=best chooses on {images} minival images" if images else "there is no minival to choose on"
-        assert (warning in capsys.readouterr().err) is said
+        assert (warning in capsys.readouterr().err) is message
 
 
 def test_only_a_minival_that_chooses_is_large(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[float | None, bool]] = []
-    monkeypatch.setattr(classify_data, "open_class_data", lambda source, share, chooses: asked.append((share, chooses)))
+    calls: list[tuple[float | None, bool]] = []
+    monkeypatch.setattr(classify_data, "open_class_data", lambda source, share, chooses: calls.append((share, chooses)))
     for select in ("last", "best"):
         classify_data.open_data(highres_config(photos, select=select))
-    assert asked == [(None, False), (None, True)]
+    assert calls == [(None, False), (None, True)]
 
 
 def test_appendix_d_chooses_no_checkpoint() -> None:

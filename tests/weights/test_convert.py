@@ -37,18 +37,18 @@ GAP = GOLDENS / "vit_gap.params.npz"
 
 
 def test_inspect_describes_a_file_and_its_loading() -> None:
-    found = inspect(read_file(OLD), image_size=48)
+    actual = inspect(read_file(OLD), image_size=48)
     facts = {
         "format": "big_vision", "stem": "none", "width": 32, "depth": 2, "mlp": 64, "heads": 4, "patch": [8, 8],
         "grid": [4, 4], "image_size": [48, 48], "pool": "tok", "pre_logits": True, "classes": 10, "eps": 1e-6,
         "act": "gelu_tanh", "mean": [0.5] * 3, "std": [0.5] * 3, "posemb": "learn",
     }  # fmt: skip
-    assert {name: found[name] for name in facts} == facts
-    assert found["resized"] == ["pos_embed 4x4 -> 6x6 (bilinear, align_corners=True)"]
-    assert found["dropped"] == ["head.weight", "head.bias"]
-    assert found["renamed"]["Transformer/posembed_input/pos_embedding"] == "pos_embed"
-    assert found["parameters"] == load_backbone(checkpoint=str(OLD), stem="none", image_size=48).report.parameters
-    assert len(found["digest"]) == 64
+    assert {name: actual[name] for name in facts} == facts
+    assert actual["resized"] == ["pos_embed 4x4 -> 6x6 (bilinear, align_corners=True)"]
+    assert actual["dropped"] == ["head.weight", "head.bias"]
+    assert actual["renamed"]["Transformer/posembed_input/pos_embedding"] == "pos_embed"
+    assert actual["parameters"] == load_backbone(checkpoint=str(OLD), stem="none", image_size=48).report.parameters
+    assert len(actual["digest"]) == 64
 
 
 def test_assumed_facts_are_reported_and_stated_ones_are_not(tmp_path: Path) -> None:
@@ -56,14 +56,14 @@ def test_assumed_facts_are_reported_and_stated_ones_are_not(tmp_path: Path) -> N
     save_file(model.state_dict(), tmp_path / "bare.safetensors")
     with pytest.raises(DpnError, match="does not say how many attention heads its 32 features make"):
         inspect(read_file(tmp_path / "bare.safetensors"))
-    bare = inspect(Facts(heads=2).apply(read_file(tmp_path / "bare.safetensors")))
-    assert "erf GELU" in " ".join(bare["assumed"])
+    plain = inspect(Facts(heads=2).apply(read_file(tmp_path / "bare.safetensors")))
+    assert "erf GELU" in " ".join(plain["assumed"])
     stated = Facts(eps=1e-5, act="quick_gelu", heads=8, mean=(0.1, 0.2, 0.3)).apply(
         read_file(tmp_path / "bare.safetensors")
     )
-    found = inspect(stated)
-    assert (found["eps"], found["act"], found["heads"], found["mean"]) == (1e-5, "quick_gelu", 8, [0.1, 0.2, 0.3])
-    assert not [text for text in found["assumed"] if "eps" in text or "GELU" in text or "mean" in text]
+    actual = inspect(stated)
+    assert (actual["eps"], actual["act"], actual["heads"], actual["mean"]) == (1e-5, "quick_gelu", 8, [0.1, 0.2, 0.3])
+    assert not [text for text in actual["assumed"] if "eps" in text or "GELU" in text or "mean" in text]
 
 
 @pytest.mark.parametrize("size", [32, 48])
@@ -144,14 +144,14 @@ def test_nothing_is_written_when_the_proof_fails(tmp_path: Path, monkeypatch: py
 
     target = tmp_path / "kept.safetensors"
     convert(read_file(GAP), target)
-    before = target.read_bytes()
+    initial = target.read_bytes()
     source = read_file(GAP)
     for name in ("head.weight", "head.bias"):
         source.state.pop(name)
     monkeypatch.setattr(conversion, "timm_state", spoiled)
     with pytest.raises(DpnError, match=r"not written: outputs on 4 random images differ by .*e-0[34]"):
         convert(source, target, to="timm")
-    assert target.read_bytes() == before
+    assert target.read_bytes() == initial
     assert list(tmp_path.iterdir()) == [target]
 
 
@@ -171,8 +171,8 @@ def test_a_stated_grid_leaves_the_class_token_its_position(tmp_path: Path) -> No
     save_file(state, tmp_path / "wide.safetensors")
     with pytest.raises(DpnError, match="10 positions do not form a square grid"):
         inspect(Facts(heads=2).apply(read_file(tmp_path / "wide.safetensors")))
-    found = Facts(heads=2, grid=(2, 5)).apply(read_file(tmp_path / "wide.safetensors"))
-    loaded = load_backbone(checkpoint=found, stem="none", image_size=None)
+    actual = Facts(heads=2, grid=(2, 5)).apply(read_file(tmp_path / "wide.safetensors"))
+    loaded = load_backbone(checkpoint=actual, stem="none", image_size=None)
     assert loaded.config.image_size == (16, 40)
     assert torch.equal(loaded.state_dict()["cls_token"], state["cls_token"] + 1)
 
@@ -231,15 +231,15 @@ NAMES = names_of_files()
 )
 def test_detection_is_a_function_of_the_names(kind: str, wrappers: list[str], extra: list[str], tree: str) -> None:
     prefix = tree if kind == "big_vision" else "".join(wrappers)
-    found = formats_of([*(prefix + name for name in NAMES[kind]), *extra])
-    assert [known.name for known in found] == [kind]
+    actual = formats_of([*(prefix + name for name in NAMES[kind]), *extra])
+    assert [known.name for known in actual] == [kind]
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.sets(st.sampled_from(sorted({name for names in NAMES.values() for name in names} | {"visual.x", "a/b"}))))
 def test_no_subset_of_names_fits_a_format_without_its_own(names: set[str]) -> None:
-    found = {known.name for known in formats_of(names)}
-    assert found <= {kind for kind in NAMES if names & set(NAMES[kind])}
+    actual = {known.name for known in formats_of(names)}
+    assert actual <= {kind for kind in NAMES if names & set(NAMES[kind])}
 
 
 def test_two_networks_in_a_file_are_refused_with_both_names(tmp_path: Path) -> None:
@@ -314,8 +314,8 @@ def test_retrofit_is_the_least_squares_start(tmp_path: Path) -> None:
     assert torch.equal(dual.patch_embed.proj.weight, plain.patch_embed.proj.weight)
     with torch.no_grad():
         image = plain.normalize(batch[torch.from_numpy(held)])
-        theirs, ours = (m.patch_embed(image).flatten(0, 1).double() for m in (plain, dual))
-    survives = 1 - float(((ours - theirs) ** 2).sum() / ((theirs - theirs.mean(0)) ** 2).sum())
+        expected, actual = (m.patch_embed(image).flatten(0, 1).double() for m in (plain, dual))
+    survives = 1 - float(((actual - expected) ** 2).sum() / ((expected - expected.mean(0)) ** 2).sum())
     assert done["survives"] == pytest.approx(survives, abs=1e-6)
     assert done["survives_copied"] < done["survives"] < 1
     for name, value in plain.state_dict().items():

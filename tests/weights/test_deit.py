@@ -65,8 +65,8 @@ def batches_of(
     return list(itertools.islice(training.training_batches(config, model, data, world, workers=workers)(start), count))
 
 
-def same(ours: list[Batch], theirs: list[Batch]) -> None:
-    for one, other in zip(ours, theirs, strict=True):
+def same(actual: list[Batch], expected: list[Batch]) -> None:
+    for one, other in zip(actual, expected, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -80,8 +80,8 @@ def test_the_config_is_deits() -> None:
     assert (config.optim.name, config.optim.weight_decay, config.optim.decay_unit) == ("adam", 0.05, "lr")
     assert (config.optim.clip_norm, config.peak_lr, config.batch_size, config.epochs) == (None, 1e-3, 1024, 300)
     assert resolve_steps(config, 1_281_167).schedule.steps == 375_342
-    found = [line for line in differences(config, "fp32") or () if "(paper: " in line]
-    assert found == ["data.minival: null (paper: 0.0)"]
+    actual = [line for line in differences(config, "fp32") or () if "(paper: " in line]
+    assert actual == ["data.minival: null (paper: 0.0)"]
     assert "mixup: 0.5 (paper: 0.8)" in (differences(deit(backbone={"arch": "S/16"}, mixup=0.5), "fp32") or ())
 
 
@@ -94,9 +94,9 @@ def test_the_learning_rate_is_timms(batch: int, lr: float) -> None:
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-3)
     schedule = CosineLRScheduler(optimizer, 300, lr_min=1e-5, warmup_t=5, warmup_lr_init=1e-6)
     for epoch in range(0, 300, 7):
-        ours = 1e-3 * lr_factor(config.schedule, 1000 * epoch)
-        (theirs,) = schedule._get_lr(epoch)
-        assert ours == pytest.approx(theirs, rel=2e-3), epoch
+        actual = 1e-3 * lr_factor(config.schedule, 1000 * epoch)
+        (expected,) = schedule._get_lr(epoch)
+        assert actual == pytest.approx(expected, rel=2e-3), epoch
 
 
 def test_an_image_equals_the_output_of_timms_transform(photos: Path) -> None:
@@ -143,7 +143,7 @@ def test_the_state_of_global_random_numbers_is_restored() -> None:
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
-    before = [draw(), draw()]
+    initial = [draw(), draw()]
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
@@ -152,20 +152,20 @@ def test_the_state_of_global_random_numbers_is_restored() -> None:
         inside = draw()
     with seed_globally(7):
         assert draw() == inside
-    assert [first, draw()] == before
+    assert [first, draw()] == initial
 
 
 def test_batches_depend_on_the_step_alone(photos: Path) -> None:
     config = tiny(photos)
-    whole = batches_of(config, 4)
-    assert whole[0]["image"].shape == (8, 3, 32, 32)
-    same(batches_of(config, 4, workers=2), whole)
-    same(batches_of(config, 1, start=3), whole[3:])
+    full = batches_of(config, 4)
+    assert full[0]["image"].shape == (8, 3, 32, 32)
+    same(batches_of(config, 4, workers=2), full)
+    same(batches_of(config, 1, start=3), full[3:])
     assert rank_positions(8, ALONE, mirrored=True) == [0, 7, 1, 6, 2, 5, 3, 4]
     for world in (World(0, 2, CPU), World(1, 2, CPU), World(0, 3, CPU, grain=2), World(2, 3, CPU, grain=2)):
         mine = world.rows(8)
         part = batches_of(config, 4, world=world)
-        same(part, [{name: value[mine.start : mine.stop] for name, value in batch.items()} for batch in whole])
+        same(part, [{name: value[mine.start : mine.stop] for name, value in batch.items()} for batch in full])
 
 
 def test_images_and_labels_are_mixed_as_timm_mixes_them(photos: Path) -> None:
@@ -174,9 +174,9 @@ def test_images_and_labels_are_mixed_as_timm_mixes_them(photos: Path) -> None:
         mixup_alpha=0.8, cutmix_alpha=1.0, prob=1.0, switch_prob=0.5, mode="batch", label_smoothing=0.1,
         num_classes=3,
     )  # fmt: skip
-    for step, (before, batch) in enumerate(zip(plain, batches_of(tiny(photos), 6), strict=True)):
+    for step, (initial, batch) in enumerate(zip(plain, batches_of(tiny(photos), 6), strict=True)):
         np.random.seed(fold(0, MIX_TIMM, step) % 2**32)
-        image, target = theirs(before["image"], before["label"])
+        image, target = theirs(initial["image"], initial["label"])
         order = rank_positions(8, ALONE, mirrored=True)
         assert torch.equal(batch["image"], image[order])
         assert torch.equal(batch["target"], target[order])
@@ -185,23 +185,23 @@ def test_images_and_labels_are_mixed_as_timm_mixes_them(photos: Path) -> None:
 
 def test_the_loss_is_of_the_mixed_images_and_targets(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = training.load_network(tiny(photos), 3)
-    seen: dict[str, Tensor] = {}
-    monkeypatch.setitem(LOSSES, "softmax", lambda logits, target: seen.update(target=target) or logits.sum())
+    observed: dict[str, Tensor] = {}
+    monkeypatch.setitem(LOSSES, "softmax", lambda logits, target: observed.update(target=target) or logits.sum())
 
     def network(image: Tensor) -> Tensor:
-        seen["image"] = image
+        observed["image"] = image
         return torch.zeros(2, 3, requires_grad=True)
 
     image, target = torch.randn(2, 3, 32, 32), torch.rand(2, 3)
     training.loss_of(tiny(photos), model, 3)(network, {"image": image, "target": target})  # type: ignore[arg-type]
-    assert seen["image"] is image
-    assert seen["target"] is target
+    assert observed["image"] is image
+    assert observed["target"] is target
     # Without timm's mixing the labels are smoothed here, and bytes are normalised.
     config = tiny(photos, mixing="big_vision", mixup=0.0, cutmix=0.0)
     pixels = torch.full((2, 3, 32, 32), 255, dtype=torch.uint8)
     training.loss_of(config, model, 3)(network, {"image": pixels, "label": torch.tensor([0, 2])})  # type: ignore[arg-type]
-    assert seen["image"].min() == seen["image"].max() == 1
-    torch.testing.assert_close(seen["target"], torch.tensor([[2.8, 0.1, 0.1], [0.1, 0.1, 2.8]]) / 3)
+    assert observed["image"].min() == observed["image"].max() == 1
+    torch.testing.assert_close(observed["target"], torch.tensor([[2.8, 0.1, 0.1], [0.1, 0.1, 2.8]]) / 3)
 
 
 def test_an_epoch_draws_a_third_of_the_images_three_times_in_a_row() -> None:
@@ -224,9 +224,9 @@ def test_an_epoch_draws_a_third_of_the_images_three_times_in_a_row() -> None:
     ],
 )  # fmt: skip
 def test_every_value_changes_the_batches(key: str, value: Any, photos: Path) -> None:
-    usual, changed = (batches_of(tiny(photos, **asked), 8) for asked in ({}, {key: value}))
+    default, changed = (batches_of(tiny(photos, **asked), 8) for asked in ({}, {key: value}))
     name = "target" if key == "label_smoothing" else "image"
-    assert any(not torch.equal(one[name], other[name]) for one, other in zip(usual, changed, strict=True))
+    assert any(not torch.equal(one[name], other[name]) for one, other in zip(default, changed, strict=True))
 
 
 def test_the_command_names_the_config_in_three_ways_and_trains(photos: Path, tmp_path: Path) -> None:

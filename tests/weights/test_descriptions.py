@@ -56,8 +56,8 @@ def test_a_timm_trunk_inside_open_clip_is_read(tmp_path: Path) -> None:
 def test_quick_gelu_is_read_from_the_description(source: str, tmp_path: Path) -> None:
     vision = {"image_size": NATIVE, "layers": 2, "width": 64, "patch_size": 8}
     text = {"context_length": 8, "vocab_size": 50, "width": 32, "heads": 2, "layers": 1}
-    theirs = perturb(open_clip.CLIP(embed_dim=5, vision_cfg=vision, text_cfg=text, quick_gelu=True))
-    state = {name: value.clone() for name, value in theirs.state_dict().items()}
+    expected = perturb(open_clip.CLIP(embed_dim=5, vision_cfg=vision, text_cfg=text, quick_gelu=True))
+    state = {name: value.clone() for name, value in expected.state_dict().items()}
     if source == "config":
         described = {
             "model_cfg": {"quick_gelu": True, "vision_cfg": vision},
@@ -68,7 +68,7 @@ def test_quick_gelu_is_read_from_the_description(source: str, tmp_path: Path) ->
         state |= {name: torch.tensor(1) for name in ("input_resolution", "context_length", "vocab_size")}
     save_file(state, tmp_path / "open_clip_model.safetensors")
     ours = load_weight_file(tmp_path, "open_clip", NATIVE)
-    assert relative_error(ours(make_images()), theirs.visual(make_images())) < 1e-5
+    assert relative_error(ours(make_images()), expected.visual(make_images())) < 1e-5
     assert ours.mean == ((0.1, 0.2, 0.3) if source == "config" else open_clip.OPENAI_DATASET_MEAN)
 
 
@@ -200,22 +200,22 @@ def write_clip(model: Any, folder: Path) -> None:
 def test_open_clips_configuration_is_heeded(vision: dict[str, Any], tmp_path: Path) -> None:
     full = {"image_size": NATIVE, "layers": 2, "width": 64, "patch_size": 8, **vision}
     text = {"context_length": 8, "vocab_size": 50, "width": 32, "heads": 2, "layers": 1}
-    theirs = perturb(open_clip.CLIP(embed_dim=5, vision_cfg=full, text_cfg=text))
+    expected = perturb(open_clip.CLIP(embed_dim=5, vision_cfg=full, text_cfg=text))
     save_file(
-        {name: value.clone() for name, value in theirs.state_dict().items()}, tmp_path / "open_clip_model.safetensors"
+        {name: value.clone() for name, value in expected.state_dict().items()}, tmp_path / "open_clip_model.safetensors"
     )
     (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": {"vision_cfg": full}}))
     ours = load_backbone(checkpoint=str(tmp_path), stem="none", image_size=None, num_classes=5, head="load").eval()
     image = torch.randn(2, 3, *ours.config.image_size)
-    assert relative_error(ours(image), theirs.visual(image)) < 1e-5
+    assert relative_error(ours(image), expected.visual(image)) < 1e-5
 
 
 def test_open_clip_towers_that_pool_otherwise_are_refused(tmp_path: Path) -> None:
     full = {"image_size": NATIVE, "layers": 1, "width": 64, "patch_size": 8, "pool_type": "avg"}
     text = {"context_length": 8, "vocab_size": 50, "width": 32, "heads": 2, "layers": 1}
-    theirs = open_clip.CLIP(embed_dim=5, vision_cfg=full, text_cfg=text)
+    expected = open_clip.CLIP(embed_dim=5, vision_cfg=full, text_cfg=text)
     save_file(
-        {name: value.clone() for name, value in theirs.state_dict().items()}, tmp_path / "open_clip_model.safetensors"
+        {name: value.clone() for name, value in expected.state_dict().items()}, tmp_path / "open_clip_model.safetensors"
     )
     for extra, message in (
         ({}, "does not pool by its class token"),
@@ -248,8 +248,10 @@ def test_a_training_checkpoint_with_its_arguments_is_read(tmp_path: Path) -> Non
 
 
 def test_an_mlp_of_odd_width_is_built_as_it_is(tmp_path: Path) -> None:
-    theirs = timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=192, mlp_ratio=240.5 / 192, num_classes=0)
-    torch.save(theirs.state_dict(), tmp_path / "odd.pth")
+    expected = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, embed_dim=192, mlp_ratio=240.5 / 192, num_classes=0
+    )
+    torch.save(expected.state_dict(), tmp_path / "odd.pth")
     assert load_backbone(checkpoint=str(tmp_path / "odd.pth"), stem="none", image_size=32).config.size.mlp == 240
 
 

@@ -135,23 +135,23 @@ def save(model: Any, name: str, folder: Path) -> Path:
 @torch.no_grad()
 def test_the_network_is_the_sources(name: str, tmp_path: Path) -> None:
     build, output, _, _ = SOURCES[name]
-    theirs = perturb(build(NATIVE))
-    ours = load_weight_file(save(theirs, name, tmp_path), name, NATIVE)
-    assert relative_error(ours(make_images()), output(theirs, make_images())) < 1e-5
+    expected = perturb(build(NATIVE))
+    ours = load_weight_file(save(expected, name, tmp_path), name, NATIVE)
+    assert relative_error(ours(make_images()), output(expected, make_images())) < 1e-5
 
 
 @pytest.mark.parametrize("name", SOURCES)
 @torch.no_grad()
 def test_the_network_is_the_sources_at_a_larger_image_too(name: str, tmp_path: Path) -> None:
     build, output, positions, slots = SOURCES[name]
-    theirs = perturb(build(NATIVE))
-    ours = load_weight_file(save(theirs, name, tmp_path), name, LARGER)
-    larger, state = build(LARGER).eval(), theirs.state_dict()
+    expected = perturb(build(NATIVE))
+    ours = load_weight_file(save(expected, name, tmp_path), name, LARGER)
+    larger, state = build(LARGER).eval(), expected.state_dict()
     if positions:
         state[positions] = zoom(state[positions], LARGER // 8, slots).reshape(larger.state_dict()[positions].shape)
     larger.load_state_dict(state)
     assert relative_error(ours(make_images(LARGER)), output(larger, make_images(LARGER))) < 1e-5
-    corners = load_weight_file(save(theirs, name, tmp_path), name, LARGER, align_corners=False)
+    corners = load_weight_file(save(expected, name, tmp_path), name, LARGER, align_corners=False)
     if positions:
         assert relative_error(corners(make_images(LARGER)), output(larger, make_images(LARGER))) > 3e-4
 
@@ -174,11 +174,11 @@ def test_factorized_positions_lie_along_their_own_axes(tmp_path: Path) -> None:
 def test_torchvisions_input_range_matches_its_weights(weights: Any, tmp_path: Path) -> None:
     preset = weights.transforms()
     torch.save(torchvision_plain(NATIVE).state_dict(), tmp_path / "weights.pt")
-    ours = load_weight_file(tmp_path / "weights.pt", "torchvision", NATIVE)
+    actual = load_weight_file(tmp_path / "weights.pt", "torchvision", NATIVE)
     pixels = torch.randint(256, (2, 3, NATIVE, NATIVE), dtype=torch.uint8)
-    theirs = torchvision.transforms.functional.normalize(pixels / 255, preset.mean, preset.std)
-    torch.testing.assert_close(ours.normalize(pixels), theirs, atol=1e-6, rtol=0)
-    assert any("ImageNet's mean and std" in fact for fact in ours.report.assumed)
+    expected = torchvision.transforms.functional.normalize(pixels / 255, preset.mean, preset.std)
+    torch.testing.assert_close(actual.normalize(pixels), expected, atol=1e-6, rtol=0)
+    assert any("ImageNet's mean and std" in fact for fact in actual.report.assumed)
 
 
 @torch.no_grad()
@@ -199,8 +199,8 @@ def test_the_stem_is_inferred_from_names() -> None:
     }
     for name, (build, _, _, _) in SOURCES.items():
         model = build(NATIVE)
-        (found,) = formats_of(list(model.state_dict()))
-        assert found.read(Contents(dict(model.state_dict()))).stem == stems.get(name, "none"), name
+        (actual,) = formats_of(list(model.state_dict()))
+        assert actual.read(Contents(dict(model.state_dict()))).stem == stems.get(name, "none"), name
 
 
 @pytest.mark.parametrize(
@@ -221,50 +221,50 @@ def test_old_releases_recorded_outputs_are_reproduced(
     torch.save(state, tmp_path / "old.pt")
     source = read_file(tmp_path / "old.pt")
     source.heads = source.heads or 3
-    ours = load_backbone(
+    actual = load_backbone(
         checkpoint=source, stem=stem, image_size=32, num_classes=arrays["output"].shape[1], head="load"
     )
-    assert relative_error(ours.eval()(torch.from_numpy(arrays["image"])), torch.from_numpy(arrays["output"])) < 1e-5
+    assert relative_error(actual.eval()(torch.from_numpy(arrays["image"])), torch.from_numpy(arrays["output"])) < 1e-5
 
 
-def wrong_eps(ours: Any) -> None:
-    for module in ours.modules():
+def wrong_eps(actual: Any) -> None:
+    for module in actual.modules():
         if isinstance(module, nn.LayerNorm):
             module.eps = 1e-5 if module.eps == 1e-6 else 1e-6
 
 
-def wrong_gelu(ours: Any) -> None:
-    for block in ours.blocks:
+def wrong_gelu(actual: Any) -> None:
+    for block in actual.blocks:
         block.mlp.act = nn.GELU(approximate="tanh")
 
 
-def permuted_projection(ours: Any) -> None:
-    weight = ours.patch_embed.proj.weight
+def permuted_projection(actual: Any) -> None:
+    weight = actual.patch_embed.proj.weight
     flat = rearrange(weight, "d c p q -> d (c p q)").reshape(len(weight), *weight.shape[2:], 3)
     weight.copy_(flat.permute(0, 3, 1, 2).clone())
 
 
-def permuted_norm(ours: Any) -> None:
-    for parameter in ours.patch_embed.norm_in.parameters():
+def permuted_norm(actual: Any) -> None:
+    for parameter in actual.patch_embed.norm_in.parameters():
         parameter.copy_(rearrange(parameter, "(p q c) -> (c p q)", p=8, q=8).clone())
 
 
-def swapped_norms(ours: Any) -> None:
+def swapped_norms(actual: Any) -> None:
     """For B/16 both have 768 features; here they are forced on each other as far as they go."""
-    first, second = ours.patch_embed.norm_in, ours.patch_embed.norm
+    first, second = actual.patch_embed.norm_in, actual.patch_embed.norm
     first.weight[:48].copy_(second.weight)
 
 
-def class_token_without_position(ours: Any) -> None:
-    ours.cls_token.zero_()
+def class_token_without_position(actual: Any) -> None:
+    actual.cls_token.zero_()
 
 
-def class_token_last(ours: Any) -> None:
-    ours.pos_embed.copy_(ours.pos_embed.roll(1, dims=1))
+def class_token_last(actual: Any) -> None:
+    actual.pos_embed.copy_(actual.pos_embed.roll(1, dims=1))
 
 
-def no_pre_logits(ours: Any) -> None:
-    ours.pre_logits = None
+def no_pre_logits(actual: Any) -> None:
+    actual.pre_logits = None
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def no_pre_logits(ours: Any) -> None:
 @torch.no_grad()
 def test_a_wrong_choice_would_be_noticed(name: str, spoil: Callable[[Any], None], tmp_path: Path) -> None:
     build, output, _, _ = SOURCES[name]
-    theirs = perturb(build(NATIVE))
-    ours = load_weight_file(save(theirs, name, tmp_path), name, NATIVE)
+    expected = perturb(build(NATIVE))
+    ours = load_weight_file(save(expected, name, tmp_path), name, NATIVE)
     spoil(ours)
-    assert relative_error(ours(make_images()), output(theirs, make_images())) > 2e-5
+    assert relative_error(ours(make_images()), output(expected, make_images())) > 2e-5

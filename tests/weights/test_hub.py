@@ -57,10 +57,10 @@ def test_hub_weights_come_from_the_cache_with_their_input_range(tmp_path: Path) 
             "other.npz": Path(DPN_PARAMS),
         },
     )
-    ours = load_backbone(checkpoint="hf-hub:someone/vit", stem="none", image_size=32).eval()
-    assert (ours.mean, ours.std) == ((0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
+    actual = load_backbone(checkpoint="hf-hub:someone/vit", stem="none", image_size=32).eval()
+    assert (actual.mean, actual.std) == ((0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
     image = torch.randn(1, 3, 32, 32)
-    torch.testing.assert_close(ours.forward_features(image), model.forward_features(image), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual.forward_features(image), model.forward_features(image), atol=1e-5, rtol=1e-5)
     assert load_backbone(checkpoint="hf-hub:someone/vit/other.npz", image_size=32).config.stem == "dpn"
 
 
@@ -70,18 +70,23 @@ def test_timm_names_come_from_the_cache_with_timms_facts(tmp_path: Path) -> None
     weights = timm.create_model(name).eval()
     save_file(weights.state_dict(), tmp_path / "w.safetensors")
     fake_hub(f"timm/{name}", {"model.safetensors": tmp_path / "w.safetensors"})
-    ours = load_backbone(checkpoint=f"timm:{name}", stem="none", image_size=224).eval()
-    assert (ours.mean, ours.config.size.heads, ours.config.act, ours.config.eps) == ((0.5, 0.5, 0.5), 3, "gelu", 1e-6)
+    actual = load_backbone(checkpoint=f"timm:{name}", stem="none", image_size=224).eval()
+    assert (actual.mean, actual.config.size.heads, actual.config.act, actual.config.eps) == (
+        (0.5, 0.5, 0.5),
+        3,
+        "gelu",
+        1e-6,
+    )
     image = torch.randn(1, 3, 224, 224)
-    torch.testing.assert_close(ours.forward_features(image), weights.forward_features(image), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual.forward_features(image), weights.forward_features(image), atol=1e-5, rtol=1e-5)
 
 
 def answers(monkeypatch: pytest.MonkeyPatch, files: dict[str, Path | Exception]) -> list[str]:
     """Let the hub be in reach and answer with these files; of others it says that they are not there."""
-    asked: list[str] = []
+    calls: list[str] = []
 
     def download(repo: str, filename: str) -> str:
-        asked.append(filename)
+        calls.append(filename)
         answer = files.get(filename, EntryNotFoundError("404 Client Error"))
         if isinstance(answer, Exception):
             raise answer
@@ -90,7 +95,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, files: dict[str, Path | Exception])
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     for module in ("hub", "locate"):
         monkeypatch.setattr(f"dpn_cli.weights.{module}.hub_is_offline", lambda: False)
-    return asked
+    return calls
 
 
 FAILURES = {
@@ -115,16 +120,16 @@ def test_a_description_that_is_certainly_not_there_leaves_facts_to_assume(
     saved: dict[str, Path | Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = answers(monkeypatch, saved)
-    whole = load_backbone(checkpoint="hf-hub:someone/vit", stem="none", image_size=32)
-    assert (whole.config.eps, whole.config.size.heads, whole.mean) == (1e-3, 6, (0.1, 0.2, 0.3))
+    full = load_backbone(checkpoint="hf-hub:someone/vit", stem="none", image_size=32)
+    assert (full.config.eps, full.config.size.heads, full.mean) == (1e-3, 6, (0.1, 0.2, 0.3))
     assert asked == ["model.safetensors", "config.json", "open_clip_config.json", "preprocessor_config.json"]
     for name in ("config.json", "preprocessor_config.json"):
         path = saved.pop(name)
         assert isinstance(path, Path)
         path.unlink()
-    bare = load_backbone(checkpoint="hf-hub:someone/vit", stem="none", image_size=32)
-    assert bare.config.eps == 1e-12
-    assert any("eps 1e-12" in fact for fact in bare.report.assumed)
+    plain = load_backbone(checkpoint="hf-hub:someone/vit", stem="none", image_size=32)
+    assert plain.config.eps == 1e-12
+    assert any("eps 1e-12" in fact for fact in plain.report.assumed)
 
 
 @pytest.mark.parametrize("failure", FAILURES)
@@ -172,8 +177,8 @@ def test_without_a_network_a_description_has_to_be_in_the_cache_or_known_not_to_
     gone.mkdir(parents=True)
     for name in ("config.json", "open_clip_config.json"):
         (gone / name).touch()  # as the client notes an answer of 404
-    ours = load_backbone(checkpoint="hf-hub:someone/vit", stem="none", image_size=32)
-    assert any("eps 1e-12" in fact for fact in ours.report.assumed)
+    actual = load_backbone(checkpoint="hf-hub:someone/vit", stem="none", image_size=32)
+    assert any("eps 1e-12" in fact for fact in actual.report.assumed)
 
 
 @pytest.mark.usefixtures("_hub")
@@ -188,10 +193,10 @@ def test_an_unreachable_hub_is_noticed_immediately(monkeypatch: pytest.MonkeyPat
 
     from dpn_cli.weights import hub
 
-    asked: list[float] = []
+    calls: list[float] = []
 
     def refuse(request: Any, timeout: float) -> None:
-        asked.append(timeout)
+        calls.append(timeout)
         raise OSError("no route to host")
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -200,7 +205,7 @@ def test_an_unreachable_hub_is_noticed_immediately(monkeypatch: pytest.MonkeyPat
     hub.hub_is_offline.cache_clear()
     assert hub.hub_is_offline()
     assert hub.hub_is_offline()
-    assert asked == [hub.PROBE_SECONDS]
+    assert calls == [hub.PROBE_SECONDS]
     try:
         with pytest.raises(LocalEntryNotFoundError) as caught:  # from here on, and without the client's retries
             hf_hub_download("someone/vit", "config.json")

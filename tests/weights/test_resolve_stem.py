@@ -65,9 +65,9 @@ def test_the_stem_is_the_checkpoints(
     assert completed.exit_code == 0, completed.output
     result = json.loads(completed.stdout)
     assert result["stem"] == "none"
-    before, _, after = completed.stderr.partition("run folder ")
-    assert f"{plain}: mu/8, stem none, 32x32 px; its stem is used, since --stem was left out\n" in before
-    assert "mu/8, stem none, 32x32 px: " in after
+    initial, _, final = completed.stderr.partition("run folder ")
+    assert f"{plain}: mu/8, stem none, 32x32 px; its stem is used, since --stem was left out\n" in initial
+    assert "mu/8, stem none, 32x32 px: " in final
     (config,) = Path("runs").rglob("config.yaml")
     assert config.parent.name.startswith(("tower-none", "mu-8-none"))
     assert yaml.safe_load(config.read_text())["backbone"]["stem"] == "none"

@@ -74,19 +74,21 @@ def test_models_that_are_a_vit_give_its_tokens(name: str, tmp_path: Path) -> Non
     more: dict[str, Any] = {"layer_norm_eps": 1e-12} | ({"backbone_out_indices": [0]} if name == "DPTModel" else {})
     theirs = perturb(build(name, TINY | more))
     torch.save(theirs.state_dict(), tmp_path / "bare.pt")
-    ours = load_backbone(checkpoint=str(tmp_path / "bare.pt"), stem=None, image_size=None).eval()
+    actual = load_backbone(checkpoint=str(tmp_path / "bare.pt"), stem=None, image_size=None).eval()
     image = torch.randn(2, 3, 32, 32)
-    assert relative_error(ours.forward_features(image), theirs(image).last_hidden_state) < 1e-5
-    assert any("eps 1e-12" in fact for fact in ours.report.assumed)
+    assert relative_error(actual.forward_features(image), theirs(image).last_hidden_state) < 1e-5
+    assert any("eps 1e-12" in fact for fact in actual.report.assumed)
 
 
 @torch.no_grad()
 def test_a_masked_autoencoders_encoder_gives_the_tokens_of_unmasked_patches(tmp_path: Path) -> None:
     theirs = perturb(build("ViTMAEModel", TINY | {"mask_ratio": 0.0}))
     torch.save(theirs.state_dict(), tmp_path / "bare.pt")
-    ours = load_backbone(checkpoint=str(tmp_path / "bare.pt"), stem=None, image_size=None).eval()
+    actual = load_backbone(checkpoint=str(tmp_path / "bare.pt"), stem=None, image_size=None).eval()
     image = torch.randn(2, 3, 32, 32)
-    found = theirs(image)
-    order = found.ids_restore[..., None].expand(-1, -1, 192)  # it shuffles the patches before it masks the last ones
-    patches = found.last_hidden_state[:, 1:].gather(1, order)
-    assert relative_error(ours.forward_features(image), torch.cat([found.last_hidden_state[:, :1], patches], 1)) < 1e-5
+    result = theirs(image)
+    order = result.ids_restore[..., None].expand(-1, -1, 192)  # it shuffles the patches before it masks the last ones
+    patches = result.last_hidden_state[:, 1:].gather(1, order)
+    assert (
+        relative_error(actual.forward_features(image), torch.cat([result.last_hidden_state[:, :1], patches], 1)) < 1e-5
+    )

@@ -74,9 +74,9 @@ def test_without_a_step_every_weight_is_the_teachers(
     monkeypatch.setattr(training.Distillation, "_ready", lambda *_: kept.update(start=load_file(start)))
     with pytest.raises(TypeError):
         train_distill(distill_config(photos, teacher, backbone={"stem": "none"}), tmp_path / "run")
-    theirs = load_file(teacher)
-    assert kept["start"].keys() == theirs.keys()
-    assert all(torch.equal(kept["start"][name], value) for name, value in theirs.items())
+    expected = load_file(teacher)
+    assert kept["start"].keys() == expected.keys()
+    assert all(torch.equal(kept["start"][name], value) for name, value in expected.items())
 
 
 def test_the_stems_stage_moves_stem_positions_and_class_token_alone(
@@ -121,7 +121,7 @@ def test_norms_come_in_from_nothing_to_all(
     assert [share[0] for share in shares[:6]] == pytest.approx(
         [0, 1 / 6 / 0.8, 2 / 6 / 0.8, 3 / 6 / 0.8, 4 / 6 / 0.8, 1]
     )
-    assert all(len(each) == 2 for each in shares[:6])
+    assert all(len(item) == 2 for item in shares[:6])
     assert shares[6:] == [[], []]
     assert "patch_embed.norm_in.weight" in load_file(tmp_path / "run" / "weights.safetensors")
     assert (start["agreement"], start["kl"], start["token_variance"]) == (100.0, 0.0, 1.0)
@@ -134,19 +134,19 @@ def test_a_gate_that_is_shut_is_the_plain_network() -> None:
     for stem in ("dpn", "post_posemb", "rms"):
         dual = load_backbone("mu/8", stem=stem, image_size=16, num_classes=3).eval()
         dual.load_state_dict({**dual.state_dict(), **plain.state_dict()})
-        before, names = dual.state_dict(), list(dual.state_dict())
+        initial, names = dual.state_dict(), list(dual.state_dict())
         gate_stem_norms(dual)
         image = torch.randn(2, 3, 16, 16)
         assert torch.equal(dual.forward_features(image), plain.forward_features(image))
         remove_gates(dual)
         assert list(dual.state_dict()) == names
-        assert all(torch.equal(value, before[name]) for name, value in dual.state_dict().items())
+        assert all(torch.equal(value, initial[name]) for name, value in dual.state_dict().items())
 
 
 def test_the_second_stage_continues_with_the_next_batch(
     photos: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun: list[tuple[int, int]] = []
+    run: list[tuple[int, int]] = []
     made: list[tuple[Any, ...]] = []
 
     def noting(split: Any, augmentation: Any, batch_size: int, seed: int, world: Any, **options: Any) -> engine.Batches:
@@ -154,7 +154,7 @@ def test_the_second_stage_continues_with_the_next_batch(
         made.append((augmentation, batch_size, seed, options["skip_bad"]))
 
         def counted(start: int) -> Any:
-            begun.append((start, len(split.labels)))
+            run.append((start, len(split.labels)))
             return batches(start)
 
         return counted
@@ -162,7 +162,7 @@ def test_the_second_stage_continues_with_the_next_batch(
     monkeypatch.setattr(training, "crop_batches", noting)
     changes = {"data": {"jitter": 0.3, "skip_bad_images": True, "flip": False, "crop": "inception", "decode": "pillow"}}
     train_distill(distill_config(photos, teacher, **changes, mixup=0.2, seed=7), tmp_path / "run")
-    assert begun == [(0, 48), (3, 48)]
+    assert run == [(0, 48), (3, 48)]
     augmentation, batch_size, seed, skip = made[0]
     assert made[0] == made[1]
     assert (batch_size, seed, skip) == (8, 7, True)
@@ -189,11 +189,11 @@ def test_a_stopped_run_ends_as_one_that_was_not(
         with pytest.raises(StoppedError):
             train_distill(distill_config(photos, teacher), tmp_path / "run")
     result = train_distill(distill_config(photos, teacher), tmp_path / "run", resume=True)
-    path, whole = finished
+    path, full = finished
     weights, expected = (load_file(run / "weights.safetensors") for run in (tmp_path / "run", path))
     assert all(torch.equal(value, weights[name]) for name, value in expected.items())
-    assert result["stages"]["all"]["kl"] == whole["stages"]["all"]["kl"]
-    assert result["curve"] == whole["curve"]
+    assert result["stages"]["all"]["kl"] == full["stages"]["all"]["kl"]
+    assert result["curve"] == full["curve"]
 
 
 def test_the_result_reports_the_agreement_of_the_student(finished: tuple[Path, dict[str, Any]], teacher: Path) -> None:
@@ -202,15 +202,15 @@ def test_the_result_reports_the_agreement_of_the_student(finished: tuple[Path, d
     assert [record["step"] for record in result["curve"]] == [2, 3]
     assert set(result["stages"]) == {"start", "stem", "all"}
     assert result["teacher"]["digest"] == load_classifier(str(teacher)).model.report.digest
-    ours, theirs = (load_classifier(str(place)) for place in (path, teacher))
-    config = DistillConfig.model_validate(ours.facts["config"])
+    actual, expected = (load_classifier(str(place)) for place in (path, teacher))
+    config = DistillConfig.model_validate(actual.facts["config"])
     from tasks.classify.distill.data import open_images
 
     held = open_images(config, CLASSES, Console(quiet=True)).held_out
     with torch.inference_mode():
-        images = torch.stack([ours.transform(held.pixels(row)) for row in range(12)])
-        tokens = [one.model.forward_features(one.model.normalize(images)).double() for one in (ours, theirs)]
-        logits = [one.model(one.model.normalize(images)).double() for one in (ours, theirs)]
+        images = torch.stack([actual.transform(held.pixels(row)) for row in range(12)])
+        tokens = [one.model.forward_features(one.model.normalize(images)).double() for one in (actual, expected)]
+        logits = [one.model(one.model.normalize(images)).double() for one in (actual, expected)]
     agreement = 100 * (logits[0].argmax(1) == logits[1].argmax(1)).double().mean().item()
     assert result["agreement"] == pytest.approx(agreement)
     spread = (tokens[1] - tokens[1].mean((0, 1))).square().sum()
@@ -218,9 +218,9 @@ def test_the_result_reports_the_agreement_of_the_student(finished: tuple[Path, d
     assert result["token_variance"] == pytest.approx(float(1 - apart / spread), rel=1e-5)
     p, q = (torch.distributions.Categorical(logits=logit) for logit in reversed(logits))
     assert result["kl"] == pytest.approx(torch.distributions.kl_divergence(p, q).mean().item(), rel=1e-4)
-    assert ours.classes == CLASSES
-    assert ours.facts["trained_on"]["images"] == 48
-    described = ours.facts["distilled"]
+    assert actual.classes == CLASSES
+    assert actual.facts["trained_on"]["images"] == 48
+    described = actual.facts["distilled"]
     assert (described["teacher"]["digest"], described["kl"]) == (result["teacher"]["digest"], result["kl"])
     card = (path / "README.md").read_text()
     for fact in (result["teacher"]["digest"], result["weights_sha256"], result["data"]["train"], "Distilled from"):
@@ -249,19 +249,19 @@ def test_the_file_goes_wherever_weights_go(finished: tuple[Path, dict[str, Any]]
 
 
 def test_classes_match_the_teachers_in_any_order(photos: Path, tmp_path: Path) -> None:
-    place = write_teacher(tmp_path / "teacher.safetensors", names=("class2", "class0", "class1"))
-    result = train_distill(distill_config(photos, place), tmp_path / "run")
-    scored = json.loads(run_dpn("eval", str(place), "--data", str(photos), "--device", "cpu", "--json").stdout)
+    folder = write_teacher(tmp_path / "teacher.safetensors", names=("class2", "class0", "class1"))
+    result = train_distill(distill_config(photos, folder), tmp_path / "run")
+    scored = json.loads(run_dpn("eval", str(folder), "--data", str(photos), "--device", "cpu", "--json").stdout)
     assert result["teacher_top1"] == scored["top1"]
-    again = json.loads(
+    second = json.loads(
         run_dpn("eval", str(tmp_path / "run"), "--data", str(photos), "--device", "cpu", "--json").stdout
     )
-    assert result["top1"] == again["top1"]
+    assert result["top1"] == second["top1"]
 
 
 def test_a_teacher_without_a_head_is_distilled_by_its_tokens(photos: Path, tmp_path: Path) -> None:
-    place = write_teacher(tmp_path / "headless.safetensors", classes=0)
-    result = train_distill(distill_config(photos, place, losses={"logits": 0.0}), tmp_path / "run")
+    folder = write_teacher(tmp_path / "headless.safetensors", classes=0)
+    result = train_distill(distill_config(photos, folder, losses={"logits": 0.0}), tmp_path / "run")
     assert (result["agreement"], result["kl"], result["top1"]) == (None, None, None)
     assert result["token_variance"] > result["stages"]["start"]["token_variance"] - 1
     reloaded = load_backbone(checkpoint=str(tmp_path / "run" / "weights.safetensors"), image_size=16)
@@ -294,21 +294,21 @@ def test_every_option_of_a_stage_reaches_the_engine(
     photos: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stem's stage has a learning rate of its own and its share of the warm-up; the last one keeps an average."""
-    seen: list[tuple[Any, engine.TrainJob]] = []
+    observed: list[tuple[Any, engine.TrainJob]] = []
     fit = engine.fit
 
     def noting(model: Any, job: engine.TrainJob) -> engine.FitResult:
-        seen.append((model.network, job))
+        observed.append((model.network, job))
         return fit(model, job)
 
     monkeypatch.setattr(engine, "fit", noting)
     changes: dict[str, Any] = {"stem_lr": 3e-3, "ema": 0.5, "evaluate_every": 4, "backbone": {"drop_path": 0.1}}
     train_distill(distill_config(photos, teacher, **changes, schedule={"steps": 8, "warmup": 4}), tmp_path / "run")
-    (_, stem), (network, rest) = seen
-    assert (stem.lr, rest.lr) == (3e-3, 1e-3)
-    assert (stem.ema_decay, rest.ema_decay) == (None, 0.5)
-    assert [(job.schedule.steps, job.schedule.warmup) for job in (stem, rest)] == [(4, 2), (4, 2)]
-    assert [(job.seed, job.batch_size, job.evaluate_every) for job in (stem, rest)] == [(0, 8, 1), (0, 8, 1)]
+    (_, stem), (network, remaining) = observed
+    assert (stem.lr, remaining.lr) == (3e-3, 1e-3)
+    assert (stem.ema_decay, remaining.ema_decay) == (None, 0.5)
+    assert [(job.schedule.steps, job.schedule.warmup) for job in (stem, remaining)] == [(4, 2), (4, 2)]
+    assert [(job.seed, job.batch_size, job.evaluate_every) for job in (stem, remaining)] == [(0, 8, 1), (0, 8, 1)]
     assert network.config.drop_path == 0.1
 
 
@@ -423,7 +423,7 @@ def test_starts_and_seeds_are_compared_side_by_side(photos: Path, teacher: Path,
     assert list(networks) == ["stem=dpn,start=copy", "stem=dpn,start=retrofit", "stem=none"]
     for name, network in networks.items():
         runs = list(network["runs"].values())
-        assert network["agreement"]["values"] == pytest.approx([each["agreement"] for each in runs])
+        assert network["agreement"]["values"] == pytest.approx([item["agreement"] for item in runs])
         assert {run["start"] for run in runs} == {"copy" if name != "stem=dpn,start=retrofit" else "retrofit"}
         assert runs[0]["stages"]["start"]["kl"] == runs[1]["stages"]["start"]["kl"]
         assert runs[0]["kl"] != runs[1]["kl"]
@@ -451,14 +451,14 @@ def test_two_ranks_distil_like_one(tmp_path: Path) -> None:
     write_class_folders(tmp_path / "photos" / "train", classes=3, each=20)
     write_class_folders(tmp_path / "photos" / "val", classes=3, each=2)
     run_distributed(two_ranks, tmp_path)
-    alone = train_distill(distill_config(tmp_path / "photos", teacher, **MOMENTUM), tmp_path / "alone")
-    theirs = load_file(tmp_path / "alone" / "weights.safetensors")
+    single = train_distill(distill_config(tmp_path / "photos", teacher, **MOMENTUM), tmp_path / "alone")
+    expected = load_file(tmp_path / "alone" / "weights.safetensors")
     for run in ("run", "parts"):
         together = json.loads((tmp_path / run / "result.json").read_text())
-        assert (together["images"], together["top1"]) == (alone["images"], alone["top1"])
-        for stage, note in alone["stages"].items():
+        assert (together["images"], together["top1"]) == (single["images"], single["top1"])
+        for stage, note in single["stages"].items():
             both = together["stages"][stage]
             assert (both["kl"], both["token_variance"]) == pytest.approx((note["kl"], note["token_variance"]), rel=1e-4)
-        ours = load_file(tmp_path / run / "weights.safetensors")
-        for name, value in theirs.items():
-            torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-5)
+        actual = load_file(tmp_path / run / "weights.safetensors")
+        for name, value in expected.items():
+            torch.testing.assert_close(actual[name], value, rtol=1e-3, atol=1e-5)

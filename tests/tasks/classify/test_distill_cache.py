@@ -53,7 +53,7 @@ class Looks:
     """The teacher; `most` is how many batches it looks at before it is told to stop."""
 
     def __init__(self, config: DistillConfig, most: int = 1000) -> None:
-        self.observed = ObservedNetwork(TEACHER, config.losses, [theirs for _, theirs in config.losses.layers])
+        self.observed = ObservedNetwork(TEACHER, config.losses, [expected for _, expected in config.losses.layers])
         self.most, self.seen = most, 0
 
     @torch.no_grad()
@@ -61,8 +61,8 @@ class Looks:
         if self.seen == self.most:
             raise StoppedError(15)
         self.seen += 1
-        seen: NetworkOutputs = self.observed(inputs_of(TEACHER, batch))
-        return seen
+        observed: NetworkOutputs = self.observed(inputs_of(TEACHER, batch))
+        return observed
 
 
 @pytest.fixture
@@ -105,9 +105,9 @@ def test_cached_targets_give_the_teachers_loss(
     live, kept = (Distance(of, student, config.losses, deviations, "softmax") for of in (looks, cached_targets))
     batches = crop_batches(split, augmentation_of(config, SIZE), 6, config.seed, ALONE, workers=0, order=order)
     for batch in itertools.islice(cache.with_targets(batches, order)(3), 4):
-        now, stored = looks(batch), cached_targets(batch)
-        assert stored.keys() == now.keys()
-        for name, value in now.items():
+        current, stored = looks(batch), cached_targets(batch)
+        assert stored.keys() == current.keys()
+        for name, value in current.items():
             torch.testing.assert_close(stored[name], value.half(), rtol=2e-3, atol=2e-3)
         with torch.no_grad():
             assert float(kept(observed, batch)) == pytest.approx(float(live(observed, batch)), rel=1e-3)
@@ -119,14 +119,16 @@ def test_the_shapes_match_the_teachers_outputs(pool: Any) -> None:
     for norm in ("ln", "dtn"):
         teacher = load_backbone("nano/8", norm=norm, image_size=SIZE, num_classes=3, pool=pool).eval()
         with torch.no_grad():
-            seen = ObservedNetwork(teacher, losses, [0, 1])(torch.zeros(1, 3, *SIZE))
-        assert {name: tuple(value.shape[1:]) for name, value in seen.items()} == target_shapes(teacher.config, losses)
+            observed = ObservedNetwork(teacher, losses, [0, 1])(torch.zeros(1, 3, *SIZE))
+        assert {name: tuple(value.shape[1:]) for name, value in observed.items()} == target_shapes(
+            teacher.config, losses
+        )
 
 
 @pytest.mark.parametrize("jitter", [0.0, 0.4])
 def test_views_come_again_after_all_of_them(split: ClassFolders, jitter: float) -> None:
     options = Augmentation(SIZE, jitter=jitter, views=2)
-    drawn: dict[tuple[int, int], list[Tensor]] = {}
+    sample: dict[tuple[int, int], list[Tensor]] = {}
     batches = zip(
         StepSampler(15, 5, 0, 0, range(5), views=2),
         crop_batches(split, options, 5, 0, ALONE, workers=0)(0),
@@ -134,37 +136,37 @@ def test_views_come_again_after_all_of_them(split: ClassFolders, jitter: float) 
     )
     for items, batch in itertools.islice(batches, 12):  # four epochs
         for (view, _, row), image in zip(items, batch["image"], strict=True):
-            drawn.setdefault((row, view), []).append(image)
-    assert len(drawn) == 30
+            sample.setdefault((row, view), []).append(image)
+    assert len(sample) == 30
     for row in range(15):
-        first, second = drawn[row, 0], drawn[row, 1]
+        first, second = sample[row, 0], sample[row, 1]
         assert torch.equal(first[0], first[1])
         assert torch.equal(second[0], second[1])
         assert not torch.equal(first[0], second[0])
 
 
 def test_a_killed_filling_continues_and_ranks_share_it(fill: Any, tmp_path: Path) -> None:
-    whole = shards(fill())
-    assert (len(whole), fill.looked) == (6, 12)  # five entries in batches of four and one
+    full = shards(fill())
+    assert (len(full), fill.looked) == (6, 12)  # five entries in batches of four and one
     with pytest.raises(StoppedError):
         fill("killed", most=5)
-    begun = shards(tmp_path / "killed")
-    assert 0 < len(begun) < 6
-    assert shards(fill("killed")) == whole
+    run = shards(tmp_path / "killed")
+    assert 0 < len(run) < 6
+    assert shards(fill("killed")) == full
     assert fill.looked == 12 - 4 + 1  # two shards were there, of which a few entries are looked at again
     for rank in (0, 1):
         cache = fill("ranks", world=World(rank, 2, CPU))
         assert fill.looked == 6
-    assert shards(cache) == whole
+    assert shards(cache) == full
 
 
 def test_damaged_shards_and_other_targets_are_recomputed(fill: Any, tmp_path: Path) -> None:
-    whole = shards(fill())
+    full = shards(fill())
     path = tmp_path / "run" / "teacher" / "targets-00003.npy"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    assert shards(fill()) == whole
+    assert shards(fill()) == full
     assert fill.looked == 3
-    assert shards(fill(seed=5)) != whole
+    assert shards(fill(seed=5)) != full
     assert fill.looked == 12
 
 

@@ -28,29 +28,29 @@ def network(stem: str, seed: int) -> Backbone:
 @pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
 def test_the_divergence_is_torchs(loss: Loss, temperature: float) -> None:
-    theirs, ours = torch.randn(2, 6, 5, dtype=torch.float64) * 3
+    their_values, actual = torch.randn(2, 6, 5, dtype=torch.float64) * 3
     kind: Any = Categorical if loss == "softmax" else Bernoulli
-    expected = kl_divergence(kind(logits=theirs / temperature), kind(logits=ours / temperature))
+    expected = kl_divergence(kind(logits=their_values / temperature), kind(logits=actual / temperature))
     expected = (expected if loss == "softmax" else expected.sum(-1)) * temperature**2
-    torch.testing.assert_close(divergence(theirs, ours, loss, temperature), expected)
-    assert float(divergence(theirs, theirs, loss).abs().max()) < 1e-12
+    torch.testing.assert_close(divergence(their_values, actual, loss, temperature), expected)
+    assert float(divergence(their_values, their_values, loss).abs().max()) < 1e-12
 
 
 def test_observed_activations_equal_timms() -> None:
     model, image = network("dpn", 0), torch.randn(2, 3, 16, 16)
-    seen = ObservedNetwork(model, ALL, [0, 2])(image)
+    observed = ObservedNetwork(model, ALL, [0, 2])(image)
     final, (first, third) = model.forward_intermediates(
         image, indices=[0, 2], output_fmt="NLC", return_prefix_tokens=False
     )
-    torch.testing.assert_close(seen["tokens"], final)
-    torch.testing.assert_close(seen["tokens.0"][:, 1:], first)
-    torch.testing.assert_close(seen["tokens.1"][:, 1:], third)
-    torch.testing.assert_close(seen["logits"], model(image))
-    torch.testing.assert_close(seen["representation"], model.forward_head(final, pre_logits=True))
+    torch.testing.assert_close(observed["tokens"], final)
+    torch.testing.assert_close(observed["tokens.0"][:, 1:], first)
+    torch.testing.assert_close(observed["tokens.1"][:, 1:], third)
+    torch.testing.assert_close(observed["logits"], model(image))
+    torch.testing.assert_close(observed["representation"], model.forward_head(final, pre_logits=True))
     block = model.blocks[2]
-    x = block.norm1(seen["tokens.0"] if len(model.blocks) == 2 else model.blocks[1](seen["tokens.0"]))
+    x = block.norm1(observed["tokens.0"] if len(model.blocks) == 2 else model.blocks[1](observed["tokens.0"]))
     v = block.attn.qkv(x).chunk(3, -1)[2].unflatten(-1, (2, -1)).transpose(1, 2)
-    mixed = (seen["attention.1"].softmax(-1) @ v).transpose(1, 2).flatten(2)
+    mixed = (observed["attention.1"].softmax(-1) @ v).transpose(1, 2).flatten(2)
     torch.testing.assert_close(block.attn.proj(mixed), block.attn(x))
 
 
@@ -58,26 +58,27 @@ def test_without_pairs_of_blocks_the_last_attention_counts() -> None:
     model, image = network("dpn", 0), torch.randn(2, 3, 16, 16)
     last = ObservedNetwork(model, Losses(tokens=0, representation=0, logits=0, attention=1.0), [])(image)
     assert set(last) == {"attention.0"}
-    again = network("dpn", 0)
-    both = ObservedNetwork(again, Losses(attention=1.0, layers=((3, 3),)), [3])(image)
+    second = network("dpn", 0)
+    both = ObservedNetwork(second, Losses(attention=1.0, layers=((3, 3),)), [3])(image)
     assert torch.equal(last["attention.0"], both["attention.0"])
 
 
-def by_hand(theirs: NetworkOutputs, ours: NetworkOutputs, deviations: dict[str, Tensor]) -> Tensor:
+def by_hand(expected: NetworkOutputs, actual: NetworkOutputs, deviations: dict[str, Tensor]) -> Tensor:
     """The loss of one image after another."""
     total = torch.zeros((), dtype=torch.float64)
-    count = len(theirs["logits"])
+    count = len(expected["logits"])
     for row in range(count):
         apart = [
-            (((ours[n][row] - theirs[n][row]) / deviations[n]) ** 2).mean() for n in ("tokens", "tokens.0", "tokens.1")
+            (((actual[n][row] - expected[n][row]) / deviations[n]) ** 2).mean()
+            for n in ("tokens", "tokens.0", "tokens.1")
         ]
         total += 2.0 * sum(apart) / 3
-        a, b = ours["representation"][row], theirs["representation"][row]
+        a, b = actual["representation"][row], expected["representation"][row]
         total += 0.5 * (1 - (a @ b) / a.norm() / b.norm())
-        p = Categorical(logits=theirs["logits"][row] / 2), Categorical(logits=ours["logits"][row] / 2)
+        p = Categorical(logits=expected["logits"][row] / 2), Categorical(logits=actual["logits"][row] / 2)
         total += 3.0 * 4 * kl_divergence(*p)
         for n in ("attention.0", "attention.1"):
-            rows = kl_divergence(Categorical(logits=theirs[n][row]), Categorical(logits=ours[n][row]))
+            rows = kl_divergence(Categorical(logits=expected[n][row]), Categorical(logits=actual[n][row]))
             total += 0.7 / 2 * rows.mean()
     return total / count
 
@@ -90,11 +91,11 @@ def test_the_loss_is_the_sum_of_its_parts() -> None:
     distance = Distance(lambda part: seeing(teacher.normalize(part["image"])), student, ALL, deviations, "softmax")
     with torch.no_grad():
         value = distance(observed, batch)
-        theirs, ours = (
-            {name: each.double() for name, each in one(net.normalize(batch["image"])).items()}
+        their_values, actual = (
+            {name: item.double() for name, item in one(net.normalize(batch["image"])).items()}
             for one, net in ((seeing, teacher), (observed, student))
         )
-    expected = by_hand(theirs, ours, {name: each.double() for name, each in deviations.items()})
+    expected = by_hand(their_values, actual, {name: item.double() for name, item in deviations.items()})
     torch.testing.assert_close(value.double(), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -48,7 +48,7 @@ def test_teacher_stem_and_all_weights_have_their_own_price() -> None:
 
 
 def test_cached_targets_are_computed_once_per_view() -> None:
-    usual = (
+    default = (
         *S32,
         "--images",
         "1000000",
@@ -61,7 +61,7 @@ def test_cached_targets_are_computed_once_per_view() -> None:
         "--set",
         "stem_lr=null",
     )
-    result, kept = planned(*usual), planned(*usual, "--cache-teacher", "3")
+    result, kept = planned(*default), planned(*default, "--cache-teacher", "3")
     assert kept["teacher_images"] == 3_000_000
     saved = 1_096_000 * result["teacher_flops_per_image"]
     assert result["flops"] - kept["flops"] == saved
@@ -71,14 +71,14 @@ def test_cached_targets_are_computed_once_per_view() -> None:
 
 
 def test_compared_attention_is_recomputed() -> None:
-    usual = (*S32, "--images", "1000", "--epochs", "10", "-b", "100", "--stem-share", "0.5")
-    result, seen = (
-        planned(*usual),
-        planned(*usual, "--set", "losses.attention=1", "--set", "losses.layers=[[1,1],[2,3]]"),
+    default = (*S32, "--images", "1000", "--epochs", "10", "-b", "100", "--stem-share", "0.5")
+    result, observed = (
+        planned(*default),
+        planned(*default, "--set", "losses.attention=1", "--set", "losses.layers=[[1,1],[2,3]]"),
     )
     linear, products = 2 * 50 * 3 * 384 * 384, 2 * 50 * 50 * 384
     more = [
-        seen[name] - result[name] for name in ("teacher_flops_per_image", "flops_per_image", "stem_flops_per_image")
+        observed[name] - result[name] for name in ("teacher_flops_per_image", "flops_per_image", "stem_flops_per_image")
     ]
     assert more == [2 * (linear + products), 6 * (linear + products), 4 * linear + 6 * products]
 

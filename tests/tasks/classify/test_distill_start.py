@@ -84,10 +84,10 @@ def test_a_stem_is_fitted_by_least_squares(stem: Any) -> None:
     norm = other.norm_posemb if stem == "post_posemb" else second
     for channel in range(32 if stem != "pre" else 0):
         columns = [v[:, channel]] if stem == "rms" else [v[:, channel], np.ones(len(v))]
-        found = np.linalg.lstsq(np.stack(columns, 1), t[:, channel], rcond=None)[0]
+        actual = np.linalg.lstsq(np.stack(columns, 1), t[:, channel], rcond=None)[0]
         parameters = [norm.get_parameter(name) for name in ("weight", "bias")[: len(columns)]]
         kept = [parameter[channel].item() for parameter in parameters]
-        assert kept == pytest.approx(found.tolist(), rel=1e-3, abs=1e-4)
+        assert kept == pytest.approx(actual.tolist(), rel=1e-3, abs=1e-4)
 
 
 def test_a_stem_without_statistics_is_the_plain_one() -> None:
@@ -104,8 +104,8 @@ def test_a_fit_is_nearer_than_a_copy() -> None:
     for stem in ("dpn", "rms", "post", "post_posemb"):
         student, facts = new_student(distill_config("x", "y", backbone={"stem": stem}), plain, lambda: iter([images]))
         assert facts["survives"] > facts["copied"], stem
-        again = fit_stem(plain, student, lambda: iter([images]))
-        assert again.copied == pytest.approx(facts["survives"])  # what is fitted already is what is there
+        second = fit_stem(plain, student, lambda: iter([images]))
+        assert second.copied == pytest.approx(facts["survives"])  # what is fitted already is what is there
 
 
 @pytest.mark.parametrize("stem", STEMS)
@@ -131,9 +131,9 @@ def test_norms_of_the_blocks_change_and_their_scales_stay() -> None:
         distill_config("x", "y", backbone={"stem": "none", "norm": "bn"}), teacher, lambda: iter([])
     )
     assert (student.config.norm, student.config.stem) == ("bn", "none")
-    ours, theirs = student.state_dict(), teacher.state_dict()
-    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
-    assert set(student.report.new) == set(ours) - set(theirs)
+    actual, expected = student.state_dict(), teacher.state_dict()
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+    assert set(student.report.new) == set(actual) - set(expected)
     assert all("running" in name for name in student.report.new)
 
 
@@ -141,25 +141,25 @@ def test_a_network_from_scratch_is_drawn_by_the_seed() -> None:
     teacher = plain_network()
     scratch = {"backbone": {"start": "scratch", "drop_path": 0.1}, "stem_share": 0.0}
     configs = [distill_config("x", "y", **scratch, seed=seed) for seed in (0, 0, 1)]
-    drawn = [new_student(config, teacher, lambda: iter([]))[0] for config in configs]
-    first, same, other = (network.blocks[0].attn.qkv.weight for network in drawn)
+    sample = [new_student(config, teacher, lambda: iter([]))[0] for config in configs]
+    first, same, other = (network.blocks[0].attn.qkv.weight for network in sample)
     assert torch.equal(first, same)
     assert not torch.equal(first, other)
-    assert (drawn[0].config.arch, drawn[0].num_classes, drawn[0].config.drop_path) == ("mu/8", 3, 0.1)
+    assert (sample[0].config.arch, sample[0].num_classes, sample[0].config.drop_path) == ("mu/8", 3, 0.1)
 
 
 def test_images_are_taken_as_the_teacher_takes_them(tmp_path: Path) -> None:
     """A teacher of whole, unmirrored images has its student trained so; one whose file tells nothing has not."""
     from tasks.classify.classifier import Classifier, save_classifier
 
-    place = tmp_path / "teacher.safetensors"
+    folder = tmp_path / "teacher.safetensors"
     for side, facts, expected in (
         (None, {"config": {"data": {"flip": False}}}, ("whole", False)),
         (20, {}, ("inception", True)),
     ):
-        save_classifier(Classifier(plain_network(), ("a", "b", "c"), "softmax", side, facts), place)
+        save_classifier(Classifier(plain_network(), ("a", "b", "c"), "softmax", side, facts), folder)
         for changes, crop, flip in (({}, *expected), ({"crop": "timm_bicubic", "flip": True}, "timm_bicubic", True)):
-            config = distill_config("x", place, data=changes)
+            config = distill_config("x", folder, data=changes)
             data = with_teacher_defaults(config, load_teacher(config)).data
             assert (data.crop, data.flip) == (crop, flip)
 
@@ -272,9 +272,9 @@ def test_labels_of_other_classes_are_left_alone_unless_they_are_asked_for(tmp_pa
     asked = distill_config(root, teacher, data={"val_source": str(root)})
     with pytest.raises(DataError, match="--val-data .*: classes that the classifier does not know"):
         open_images(asked, ("x", "y", "z"), Console(quiet=True))
-    found = open_images(asked, ("class1", "other", "class0"), Console(quiet=True))
-    assert found.columns is not None
-    assert found.columns.tolist() == [2, 0]
+    actual = open_images(asked, ("class1", "other", "class0"), Console(quiet=True))
+    assert actual.columns is not None
+    assert actual.columns.tolist() == [2, 0]
 
 
 def _resolved(*layers: dict[str, Any]) -> DistillConfig:

@@ -39,9 +39,9 @@ def folders(root: Path) -> Json:
 
 
 def train_and_val(root: Path) -> Json:
-    whole = write_class_folders(root / "whole", each=10)
+    full = write_class_folders(root / "whole", each=10)
     for label in range(3):
-        for number, path in enumerate(sorted((whole / f"class{label}").iterdir())):
+        for number, path in enumerate(sorted((full / f"class{label}").iterdir())):
             to = root / "photos" / ("val" if number < 2 else "train") / f"class{label}" / path.name
             to.parent.mkdir(parents=True, exist_ok=True)
             path.rename(to)
@@ -134,8 +134,8 @@ def test_the_demos_scenes_are_split_too() -> None:
     fingerprints = {part: fingerprint(getattr(data, part)) for part in ("train", "minival", "val")}
     facts = {"config": {"data": {"source": "demo", "minival": None}}, "data": fingerprints}
     splits: tuple[Split | None, ...] = (None, "train", "all")
-    opened = [open_part(ImageSource("demo"), split, facts)[0] for split in splits]
-    known = [leakage.count_overlap(part, leakage.record(data.train), ONE) for part in opened]
+    dataset = [open_part(ImageSource("demo"), split, facts)[0] for split in splits]
+    known = [leakage.count_overlap(part, leakage.record(data.train), ONE) for part in dataset]
     assert known == [leakage.Overlap(n, of, False) for n, of in ((0, 1000), (950, 950), (950, 2000))]
 
 
@@ -198,13 +198,13 @@ def test_changed_data_are_scored_in_full_and_reported(tmp_path: Path) -> None:
 
 
 def test_all_of_a_strangers_data_set_are_both_its_splits(finished: tuple[Path, Path], tmp_path: Path) -> None:
-    place = train_and_val(tmp_path)["source"]
+    folder = train_and_val(tmp_path)["source"]
     for path in (tmp_path / "photos").rglob("*.jpg"):
         with Image.open(path) as image:
             image.rotate(90, expand=True).save(path)
-    sizes = [scored(finished[0], place, *more)["images"] for more in ((), ("--split", "train"), ("--split", "all"))]
+    sizes = [scored(finished[0], folder, *more)["images"] for more in ((), ("--split", "train"), ("--split", "all"))]
     assert sizes == [6, 24, 30]
-    assert scored(finished[0], place, "--split", "all")["trained_on"]["images"] == 0
+    assert scored(finished[0], folder, "--split", "all")["trained_on"]["images"] == 0
 
 
 def test_a_network_without_a_record_of_its_training_data_is_scored_in_full(
@@ -237,14 +237,14 @@ def test_a_wrong_split_ends_with_one_line(finished: tuple[Path, Path]) -> None:
 
 
 def test_more_images_than_are_read_give_an_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = SceneSplit("demo_color", 0, 1000)
-    half = ImageSubset(whole, range(0, 1000, 2))
-    exact = leakage.count_overlap(whole, leakage.record(half), ONE)
+    full = SceneSplit("demo_color", 0, 1000)
+    half = ImageSubset(full, range(0, 1000, 2))
+    exact = leakage.count_overlap(full, leakage.record(half), ONE)
     assert exact == leakage.Overlap(500, 1000, False)
     monkeypatch.setattr(leakage, "MAX_IMAGES", 300)
     described = leakage.record(half)
     assert (described["images"], described["described"], len(described["digests"])) == (500, 300, 300 * 8)
-    known = leakage.count_overlap(whole, described, ONE)
+    known = leakage.count_overlap(full, described, ONE)
     assert known is not None
     assert known.estimated
     assert abs(known.images - 500) < 150
@@ -252,7 +252,7 @@ def test_more_images_than_are_read_give_an_estimate(tmp_path: Path, monkeypatch:
     nothing = leakage.count_overlap(SceneSplit("demo_color", 5000, 5400), described, ONE)
     assert nothing == leakage.Overlap(0, 400, True)
     assert nothing.warning() is None
-    assert leakage.count_overlap(whole, None, ONE) is None
+    assert leakage.count_overlap(full, None, ONE) is None
 
 
 def test_unreadable_images_are_no_ones_that_were_trained_on(tmp_path: Path) -> None:
@@ -266,15 +266,15 @@ def test_unreadable_images_are_no_ones_that_were_trained_on(tmp_path: Path) -> N
 
 def test_joined_splits_keep_their_images_apart(tmp_path: Path) -> None:
     root = write_class_folders(tmp_path / "photos", classes=3, each=3)
-    whole = open_split(ImageSource(str(root)), "train")[0]
-    parts = [ImageSubset(whole, [7, 0]), ImageSubset(whole, []), ImageSubset(whole, [4])]
+    full = open_split(ImageSource(str(root)), "train")[0]
+    parts = [ImageSubset(full, [7, 0]), ImageSubset(full, []), ImageSubset(full, [4])]
     joined = ConcatImages(parts)
-    assert [joined.key(i) for i in range(3)] == [whole.key(row) for row in (7, 0, 4)]
-    assert [joined.locate(i) for i in range(3)] == [whole.locate(row) for row in (7, 0, 4)]
+    assert [joined.key(i) for i in range(3)] == [full.key(row) for row in (7, 0, 4)]
+    assert [joined.locate(i) for i in range(3)] == [full.locate(row) for row in (7, 0, 4)]
     assert (list(joined.labels), len(joined.sizes)) == ([2, 0, 1], 3)
     for index, row in enumerate((7, 0, 4)):
-        assert np.array_equal(joined.pixels(index), whole.pixels(row))
-        assert joined.content(index) == (root / whole.key(row)).read_bytes()
+        assert np.array_equal(joined.pixels(index), full.pixels(row))
+        assert joined.content(index) == (root / full.key(row)).read_bytes()
 
 
 @pytest.mark.parametrize("content", ["{}", "[1, 2]", "[", "[" * 100_000])

@@ -85,10 +85,10 @@ def test_exports_give_the_outputs_of_the_classifier_for_any_batch_size(
         torch.testing.assert_close(outside(pixels), model((pixels - 0.5) / 0.5), atol=1e-4, rtol=1e-4)
     image = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
     Image.fromarray(image).save(tmp_path / "photo.png")
-    (guessed,) = json.loads(run_dpn("predict", str(original), str(tmp_path / "photo.png"), "--json").stdout)
-    ours = {guess["class"]: guess["probability"] for guess in guessed["classes"]}
-    theirs = outside(prepared(image)[None]).softmax(-1)[0].tolist()
-    assert ours == pytest.approx(dict(zip(CLASSES, theirs, strict=True)), abs=1e-4)
+    (predicted,) = json.loads(run_dpn("predict", str(original), str(tmp_path / "photo.png"), "--json").stdout)
+    actual = {prediction["class"]: prediction["probability"] for prediction in predicted["classes"]}
+    expected = outside(prepared(image)[None]).softmax(-1)[0].tolist()
+    assert actual == pytest.approx(dict(zip(CLASSES, expected, strict=True)), abs=1e-4)
 
 
 def test_the_card_describes_the_network(tmp_path: Path) -> None:

@@ -30,9 +30,9 @@ def test_the_bias_is_free_of_the_penalty() -> None:
     x, unseen = generator.normal(size=(100, 4)) + y[:, None], 4 * generator.normal(size=(400, 4))
     mean, std = x.mean(0), x.std(0)
     ridge = Ridge(alpha=1024).fit((x - mean) / std, 2.0 * np.eye(3)[y] - 1)
-    guesses = ridge.predict((unseen - mean) / std).argmax(1)
-    assert len(set(guesses.tolist())) > 1
-    assert probe(x, y, unseen, guesses, 3) == 1
+    predictions = ridge.predict((unseen - mean) / std).argmax(1)
+    assert len(set(predictions.tolist())) > 1
+    assert probe(x, y, unseen, predictions, 3) == 1
 
 
 def test_examples_are_drawn_as_big_vision_draws_them(golden: Callable[[str], Arrays]) -> None:

@@ -70,12 +70,12 @@ def test_each_draw_is_the_one_that_it_would_be_alone(root: Path, tmp_path: Path,
     values: dict[str, dict[str, list[float]]] = {}
     for stem in ("none", "dpn"):
         words = command(root, "--seeds", "0,3,4", "--json", checkpoint=f"mu-{stem}.safetensors")
-        alone = json.loads(run_dpn(*words).stdout)["accuracy"]
-        values[stem] = {f"{shots}-shot": entry["values"] for shots, entry in alone.items()}
+        single = json.loads(run_dpn(*words).stdout)["accuracy"]
+        values[stem] = {f"{shots}-shot": entry["values"] for shots, entry in single.items()}
         assert list(values[stem]) == ascending
         for key in SHOTS:
-            found = result["compare"]["networks"][stem][key]
-            assert found["values"] == values[stem][key]
+            actual = result["compare"]["networks"][stem][key]
+            assert actual["values"] == values[stem][key]
     for one in (values["none"], values["dpn"]):
         assert len({*one[SHOTS[0]], *one[SHOTS[1]]}) > 2  # or else every draw could be the first
     assert values["none"] != values["dpn"]
@@ -116,8 +116,8 @@ def test_a_stopped_probe_continues_with_the_missing_draws(
     assert (tmp_path / "all" / "dpn" / "seed0" / "result.json").is_file()
     resumed = run_dpn(*command(root, *asked, "--resume", "--json"))
     assert encoded == ["none", "none", *["dpn"] * 4]
-    whole = run_dpn(*command(root, *asked[:-1], str(tmp_path / "whole"), "--json"))
-    assert json.loads(resumed.stdout) == json.loads(whole.stdout)
+    full = run_dpn(*command(root, *asked[:-1], str(tmp_path / "whole"), "--json"))
+    assert json.loads(resumed.stdout) == json.loads(full.stdout)
     assert "different config (seeds: " in run_dpn(*command(root, *asked[:3], "3", *asked[4:], "--resume")).stderr
     weights = tmp_path / "mu-dpn.safetensors"
     (tmp_path / "mu-none.safetensors").write_bytes((root / "mu-none.safetensors").read_bytes())
@@ -156,8 +156,8 @@ def test_features_that_are_no_numbers_are_failed_draws(root: Path, tmp_path: Pat
     partial = json.loads((tmp_path / "all" / "partial.json").read_text())
     first, second = partial["compare"]["networks"].values()
     assert (first["2-shot"]["n"], second["2-shot"]) == (3, None)
-    alone = run_dpn(*command(root, checkpoint=str(tmp_path / "overflows.safetensors")))
-    assert alone.exit_code == 5
+    single = run_dpn(*command(root, checkpoint=str(tmp_path / "overflows.safetensors")))
+    assert single.exit_code == 5
 
 
 def test_draws_of_other_images_are_not_added(root: Path, tmp_path: Path) -> None:

@@ -102,10 +102,10 @@ def test_a_stopped_run_ends_with_the_weights_of_an_unbroken_one(
         train_highres(config, tmp_path / "broken")
     assert json.loads((tmp_path / "broken" / "run.json").read_text())["status"] == "stopped"
     monkeypatch.undo()
-    again = config.model_copy(update={"runtime": config.runtime.model_copy(update={"workers": 1})})
-    train_highres(again, tmp_path / "broken", resume=True)
-    whole, broken = (load_file(tmp_path / name / "weights.safetensors") for name in ("whole", "broken"))
-    assert all(torch.equal(value, broken[name]) for name, value in whole.items())
+    second = config.model_copy(update={"runtime": config.runtime.model_copy(update={"workers": 1})})
+    train_highres(second, tmp_path / "broken", resume=True)
+    full, broken = (load_file(tmp_path / name / "weights.safetensors") for name in ("whole", "broken"))
+    assert all(torch.equal(value, broken[name]) for name, value in full.items())
 
 
 def test_a_class_that_appears_between_run_and_resume_is_refused(photos: Path, tmp_path: Path) -> None:
@@ -138,16 +138,16 @@ def test_the_commands_after_a_run_work(finished: tuple[Path, dict[str, Any]], ph
     answers = list(csv.DictReader((tmp_path / "report" / "predictions.csv").read_text().splitlines()))
     assert [int(answer["row"]) for answer in answers] == list(range(90))
     assert all(Path(answer["image"]).parent.name == answer["true"] for answer in answers)
-    wrong = {answer["row"] for answer in answers if answer["true"] != answer["predicted"]}
-    assert {file.stem for file in (tmp_path / "report" / "mistakes").glob("*.jpg")} == wrong
+    invalid = {answer["row"] for answer in answers if answer["true"] != answer["predicted"]}
+    assert {file.stem for file in (tmp_path / "report" / "mistakes").glob("*.jpg")} == invalid
     result = run_dpn("report", str(tmp_path / "report"), "-o", str(tmp_path / "page"))
     assert result.exit_code == 0, result.output
-    assert (tmp_path / "page" / "report.html").read_text().count("<img ") == len(wrong)
-    guessed = run_dpn("predict", str(path), str(photos / "class1"), "--top", "2", "--json")
-    guesses = json.loads(guessed.stdout)
-    assert len(guesses) == 30
-    assert sum(guess["classes"][0]["class"] == "class1" for guess in guesses) == int(rows[1]["right"])
-    assert all(0 <= entry["probability"] <= 1 for guess in guesses for entry in guess["classes"])
+    assert (tmp_path / "page" / "report.html").read_text().count("<img ") == len(invalid)
+    predicted = run_dpn("predict", str(path), str(photos / "class1"), "--top", "2", "--json")
+    predictions = json.loads(predicted.stdout)
+    assert len(predictions) == 30
+    assert sum(prediction["classes"][0]["class"] == "class1" for prediction in predictions) == int(rows[1]["right"])
+    assert all(0 <= entry["probability"] <= 1 for prediction in predictions for entry in prediction["classes"])
     completed = run_dpn("predict", str(path), str(photos / "class1" / "000.jpg"))
     assert "class1" in completed.stdout
     text = run_dpn("eval", str(path), "--data", str(photos), "-q").stdout
@@ -174,12 +174,12 @@ def test_layer_decay_is_timms() -> None:
     model = load_backbone("mu/8", image_size=16, num_classes=2, stem="none")
     optimizer = build_optimizer(model.named_parameters(), Optim(name="adam", layer_decay=0.7), 1.0)
     set_lr(optimizer, 0.5)
-    ours = {id(p): group["lr"] / 0.5 for group in optimizer.param_groups for p in group["params"]}
+    actual = {id(p): group["lr"] / 0.5 for group in optimizer.param_groups for p in group["params"]}
     groups = param_groups_layer_decay(model, 0.0, layer_decay=0.7)
-    theirs = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
+    expected = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
     # timm counts the final norm to the last block; BEiT and MAE, whose rule this is, to the head.
-    theirs |= {id(p): 1.0 for p in model.norm.parameters()}
-    assert ours == pytest.approx(theirs)
+    expected |= {id(p): 1.0 for p in model.norm.parameters()}
+    assert actual == pytest.approx(expected)
 
 
 def test_the_average_of_the_weights_follows_its_rule() -> None:

@@ -37,9 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root, (images, labels) = tmp_path_factory.mktemp("digits"), digits()
     pixels = (images * 255 / 16).to(torch.uint8).numpy()
     for row, label in enumerate(labels.tolist()):
-        place = root / ("train" if row < TRAIN else "val") / f"digit{label}"
-        place.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels[row]).save(place / f"{row:04d}.png")
+        run_folder = root / ("train" if row < TRAIN else "val") / f"digit{label}"
+        run_folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels[row]).save(run_folder / f"{row:04d}.png")
     return root
 
 
@@ -110,8 +110,8 @@ def shown(*command: str) -> tuple[dict[str, Any], str]:
     ],
 )
 def test_own_images_are_shown_whole_and_unmirrored(command: list[str], config: str, folder: Path) -> None:
-    plain, said = shown(*command, "--data", str(folder))
-    assert f"using config {config} " in said
+    plain, message = shown(*command, "--data", str(folder))
+    assert f"using config {config} " in message
     assert (plain["data"]["crop"], plain["data"]["flip"]) == ("whole", False)
     assert (plain["batch_size"], plain["loss"], plain["head_bias"]) == (64, "softmax", None)
     assert plain["backbone"]["pre_logits"] is None
@@ -130,14 +130,14 @@ def test_own_images_are_shown_whole_and_unmirrored(command: list[str], config: s
     ],
 )
 def test_the_papers_config_comes_back_when_it_is_named(command: list[str], folder: Path, tmp_path: Path) -> None:
-    plain, said = shown(*command, "--data", str(folder))
+    plain, message = shown(*command, "--data", str(folder))
     assert (plain["data"]["crop"], plain["data"]["flip"]) == ("inception", True)
-    assert "not ImageNet" not in said
+    assert "not ImageNet" not in message
     # The same config as on ImageNet, and so is a whole config from a file.
     (tmp_path / "whole.yaml").write_text(yaml.safe_dump(plain))
-    again, said = shown(*command[: 1 + (command[0] == "finetune")], "-c", str(tmp_path / "whole.yaml"))
-    assert again == plain
-    assert "not ImageNet" not in said
+    second, message = shown(*command[: 1 + (command[0] == "finetune")], "-c", str(tmp_path / "whole.yaml"))
+    assert second == plain
+    assert "not ImageNet" not in message
     imagenet, _ = shown(*command, "--data", "imagenet")
     plain["data"]["source"] = "imagenet"
     assert imagenet == plain
@@ -145,9 +145,9 @@ def test_the_papers_config_comes_back_when_it_is_named(command: list[str], folde
 
 def test_a_file_of_some_keys_changes_the_config_of_own_images(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "some.yaml").write_text("epochs: 3\n")
-    plain, said = shown("pretrain", "-c", str(tmp_path / "some.yaml"), "--data", str(folder))
+    plain, message = shown("pretrain", "-c", str(tmp_path / "some.yaml"), "--data", str(folder))
     assert (plain["epochs"], plain["data"]["crop"]) == (3, "whole")
-    assert "using config pretrain_own" in said
+    assert "using config pretrain_own" in message
 
 
 def test_which_data_are_the_papers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

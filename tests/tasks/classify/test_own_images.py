@@ -114,14 +114,14 @@ def test_images_are_mirrored_unless_flips_are_off(layers: int, edges: Path) -> N
         return torch.cat([next(stream)["image"] for _ in range(5)])
 
     rows = [row for step in range(5) for row in rows_of_step(60, 8, 3, step).tolist()]
-    whole = torch.stack([resize(split.pixels(row), (16, 64)) for row in rows])
+    full = torch.stack([resize(split.pixels(row), (16, 64)) for row in rows])
     flipped, plain = images(True), images(False)
     changed = (flipped != plain).flatten(1).any(1)
     assert 10 < int(changed.sum()) < 30
     assert torch.equal(plain[~changed], flipped[~changed])
     if not layers:
-        assert torch.equal(plain, whole)
-        assert torch.equal(flipped[changed], whole[changed].flip(-1))
+        assert torch.equal(plain, full)
+        assert torch.equal(flipped[changed], full[changed].flip(-1))
 
 
 @pytest.mark.parametrize("command", [["finetune", "highres"], ["pretrain", "--augment", "none"]])

@@ -43,26 +43,26 @@ ONE = World(0, 1, torch.device("cpu"))
 def predictions_of(classes: int, images: int) -> tuple[torch.Tensor, torch.Tensor, list[ImagePrediction]]:
     """Random probabilities, labels that are often right, and what is kept of them."""
     generator = torch.Generator().manual_seed(0)
-    chances = (3 * torch.randn(images, classes, generator=generator)).softmax(-1)
-    guesses = chances.argmax(-1)
+    probabilities = (3 * torch.randn(images, classes, generator=generator)).softmax(-1)
+    predictions = probabilities.argmax(-1)
     kept = torch.rand(images, generator=generator) < 0.6
-    labels = torch.where(kept, guesses, torch.randint(classes, (images,), generator=generator))
-    sure = chances.max(-1).values.tolist()
-    answers = list(map(ImagePrediction, range(images), labels.tolist(), guesses.tolist(), sure))
-    return chances, labels, answers
+    labels = torch.where(kept, predictions, torch.randint(classes, (images,), generator=generator))
+    sure = probabilities.max(-1).values.tolist()
+    answers = list(map(ImagePrediction, range(images), labels.tolist(), predictions.tolist(), sure))
+    return probabilities, labels, answers
 
 
 def test_calibration_is_torchmetrics_and_that_of_the_drawn_bins() -> None:
-    chances, labels, answers = predictions_of(10, 700)
-    expected = 100 * MulticlassCalibrationError(10, n_bins=15)(chances, labels).item()
+    probabilities, labels, answers = predictions_of(10, 700)
+    expected = 100 * MulticlassCalibrationError(10, n_bins=15)(probabilities, labels).item()
     assert calibration_error(answers) == pytest.approx(expected, rel=1e-5)
     told = [ClassScores(a.row, "", str(a.label), str(a.predicted), a.confidence) for a in answers]
-    drawn = reliability(told, "x")
-    bins = [row for row in zip(drawn.images, drawn.confidence, drawn.accuracy, strict=True) if row[0]]
+    sample = reliability(told, "x")
+    bins = [row for row in zip(sample.images, sample.confidence, sample.accuracy, strict=True) if row[0]]
     error = sum(images * abs((right or 0) - (sure or 0)) for images, sure, right in bins) / 700
     assert 100 * error == pytest.approx(expected, rel=1e-5)
-    assert sum(drawn.images) == 700
-    spans = zip(drawn.edges, drawn.confidence, drawn.edges[1:], strict=False)
+    assert sum(sample.images) == 700
+    spans = zip(sample.edges, sample.confidence, sample.edges[1:], strict=False)
     assert all(low <= sure <= high for low, sure, high in spans if sure is not None)
 
 
@@ -86,9 +86,9 @@ def test_counted_pairs_are_scikit_learns_matrix() -> None:
     counted = Confusion(12, Counter(one.label * 12 + one.predicted for one in answers))
     assert (counted.true, counted.predicted) == (matrix.sum(1).tolist(), matrix.sum(0).tolist())
     assert counted.right == matrix.diagonal().tolist()
-    wrong = np.where(np.eye(12, dtype=bool), 0, matrix)
-    order = np.argsort(-wrong.flatten(), kind="stable")[:10]
-    assert counted.worst(10) == [(*divmod(place, 12), wrong.flat[place]) for place in order.tolist()]
+    invalid = np.where(np.eye(12, dtype=bool), 0, matrix)
+    order = np.argsort(-invalid.flatten(), kind="stable")[:10]
+    assert counted.worst(10) == [(*divmod(place, 12), invalid.flat[place]) for place in order.tolist()]
     assert Confusion(2, {0: 3, 3: 4}).worst(10) == []
 
 
@@ -119,8 +119,8 @@ def test_the_most_confident_mistakes_are_saved_as_small_images(tmp_path: Path) -
     (tmp_path / "predictions.csv").touch()
     write_predictions(tmp_path, answers, split.classes, split)
     kept = sorted(int(path.stem) for path in (tmp_path / "mistakes").iterdir())
-    wrong = sorted(answers[15:], key=lambda one: -one.confidence)
-    assert kept == sorted(one.row for one in wrong[:MOST_MISTAKES])
+    invalid = sorted(answers[15:], key=lambda one: -one.confidence)
+    assert kept == sorted(one.row for one in invalid[:MOST_MISTAKES])
     with Image.open(tmp_path / "mistakes" / f"{kept[0]}.jpg") as image:
         assert max(image.size) <= SIDE
     rows = list(csv.DictReader((tmp_path / "predictions.csv").read_text().splitlines()))
@@ -189,10 +189,10 @@ def test_damage_in_a_saved_file_is_reported_with_its_name(tmp_path: Path) -> Non
         "per_class.csv: damaged (ValueError: 5 classes, ": (classes, kept[classes][:-1]),
         "per_class.csv: damaged (KeyError": (classes, kept[classes][1:]),
     }
-    for said, (path, lines) in damages.items():
+    for message, (path, lines) in damages.items():
         path.write_text("".join(lines))
         result = run_dpn("report", str(folder), "-o", str(tmp_path / "page"))
-        assert (result.exit_code, said in result.stderr, "result.json" in result.stderr) == (3, True, False), (
+        assert (result.exit_code, message in result.stderr, "result.json" in result.stderr) == (3, True, False), (
             result.stderr
         )
         path.write_text("".join(kept[path]))

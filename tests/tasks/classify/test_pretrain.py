@@ -142,10 +142,10 @@ def test_twenty_four_steps_follow_the_reference_chain() -> None:
         with torch.no_grad():
             reference_step(weights, gradients, moments, step, 24)
     for name, value in model.named_parameters():
-        mine, theirs = value.detach(), weights[name]
+        mine, expected = value.detach(), weights[name]
         if name.endswith("qkv.bias"):  # the keys' gradient is zero, and Adam normalises its noise
-            mine, theirs = (torch.cat([x[:32], x[64:]]) for x in (mine, theirs))
-        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=0, msg=name)  # updates add up to 1e-2
+            mine, expected = (torch.cat([x[:32], x[64:]]) for x in (mine, expected))
+        torch.testing.assert_close(mine, expected, atol=1e-6, rtol=0, msg=name)  # updates add up to 1e-2
 
 
 def test_a_run_writes_a_checkpoint_with_its_description(photos: Path, tmp_path: Path) -> None:
@@ -158,8 +158,8 @@ def test_a_run_writes_a_checkpoint_with_its_description(photos: Path, tmp_path: 
     facts = load_classifier(str(tmp_path / "run")).facts
     assert facts["parameters"] == result["parameters"]
     assert (facts["curve"], facts["data"]) == (result["curve"], result["data"])
-    settled = config.model_copy(update={"backbone": config.backbone.model_copy(update={"stem": "dpn"})})
-    assert PretrainConfig.model_validate(facts["config"]) == settled
+    resolved = config.model_copy(update={"backbone": config.backbone.model_copy(update={"stem": "dpn"})})
+    assert PretrainConfig.model_validate(facts["config"]) == resolved
     assert facts["arch"] == "nano/8"
     model = load_backbone(checkpoint=str(tmp_path / "run" / "weights.safetensors"), image_size=None)
     assert (model.config.stem, model.config.image_size, model.config.pre_logits) == ("dpn", (32, 32), True)
@@ -173,15 +173,15 @@ def test_a_run_writes_a_checkpoint_with_its_description(photos: Path, tmp_path: 
 
 
 def test_a_stopped_run_continues_to_the_same_weights(photos: Path, tmp_path: Path) -> None:
-    whole = train_pretrain(small_pretrain_config(photos), tmp_path / "whole")
+    full = train_pretrain(small_pretrain_config(photos), tmp_path / "whole")
 
-    config, seen = small_pretrain_config(photos), 0
+    config, observed = small_pretrain_config(photos), 0
     evaluate = training.evaluate
 
     def stop(*arguments: Any, **options: Any) -> Any:
-        nonlocal seen
-        seen += 1
-        if seen == 2:
+        nonlocal observed
+        observed += 1
+        if observed == 2:
             signal.raise_signal(signal.SIGTERM)
         return evaluate(*arguments, **options)
 
@@ -193,7 +193,7 @@ def test_a_stopped_run_continues_to_the_same_weights(photos: Path, tmp_path: Pat
     with pytest.raises(DpnError, match=r"a different config \(backbone.stem: dpn there, none now\)"):
         train_pretrain(other, tmp_path / "cut", resume=True)
     resumed = train_pretrain(config, tmp_path / "cut", resume=True)
-    assert resumed["curve"] == whole["curve"]
+    assert resumed["curve"] == full["curve"]
     one, two = (load_classifier(str(tmp_path / name)).model.state_dict() for name in ("whole", "cut"))
     assert all(torch.equal(value, two[name]) for name, value in one.items())
 
@@ -266,25 +266,25 @@ def test_a_config_reaches_the_network_the_images_and_the_labels(
     )
     # Mixup of images and labels, against big_vision's.
     arrays = golden("mixup")
-    seen: dict[str, Tensor] = {}
-    monkeypatch.setitem(LOSSES, "softmax", lambda logits, target: seen.update(target=target) or logits.sum())
+    observed: dict[str, Tensor] = {}
+    monkeypatch.setitem(LOSSES, "softmax", lambda logits, target: observed.update(target=target) or logits.sum())
     images = torch.from_numpy((arrays["images"] * 50).clip(0, 255)).permute(0, 3, 1, 2).byte()
     labels = torch.arange(5) % 6
     batch = {"image": images, "label": labels, "other_image": images.roll(1, 0), "other_label": labels.roll(1, 0)}
     share = float(arrays["p0.2/a"])
 
     def network(image: Tensor) -> Tensor:
-        seen["image"] = image
+        observed["image"] = image
         return torch.zeros(5, 6, requires_grad=True)
 
     training.loss_of(config, model, 6)(network, {**batch, "mix": torch.full((5,), share)})  # type: ignore[arg-type]
     one, other = model.normalize(images), model.normalize(images).roll(1, 0)
-    torch.testing.assert_close(seen["image"], share * one + (1 - share) * other)
+    torch.testing.assert_close(observed["image"], share * one + (1 - share) * other)
     hot = nn.functional.one_hot(labels, 6).float()
-    torch.testing.assert_close(seen["target"], share * hot + (1 - share) * hot.roll(1, 0))
-    theirs = torch.from_numpy(arrays["labels"])
+    torch.testing.assert_close(observed["target"], share * hot + (1 - share) * hot.roll(1, 0))
+    expected = torch.from_numpy(arrays["labels"])
     torch.testing.assert_close(
-        share * theirs + (1 - share) * theirs.roll(1, 0), torch.from_numpy(arrays["p0.2/labels"]), atol=1e-6, rtol=0
+        share * expected + (1 - share) * expected.roll(1, 0), torch.from_numpy(arrays["p0.2/labels"]), atol=1e-6, rtol=0
     )
 
 
@@ -305,8 +305,8 @@ def test_the_probe_is_tested_on_minival(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     scores = []
     for minival in (data.minival, flipped):
-        now = dataclasses.replace(data, minival=minival)
-        trained = training._ClassifierTraining(Run(config, folder, ALONE, Console(quiet=True)), now, {})
+        current = dataclasses.replace(data, minival=minival)
+        trained = training._ClassifierTraining(Run(config, folder, ALONE, Console(quiet=True)), current, {})
         scores.append(trained.fewshot(5))
     assert scores[0] > 90
     assert scores[1] == pytest.approx(100 - scores[0])
@@ -316,7 +316,7 @@ def test_a_signal_during_the_last_evaluation_loses_nothing(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = small_pretrain_config(photos, schedule={"steps": 4}, runtime={"checkpoint_every": 500})
-    whole = train_pretrain(config, tmp_path / "whole")
+    full = train_pretrain(config, tmp_path / "whole")
     monkeypatch.setattr(training, "evaluate", stopping_evaluation := Stopping(training.evaluate, at=4))
     with pytest.raises(StoppedError):
         train_pretrain(config, tmp_path / "cut")
@@ -325,8 +325,8 @@ def test_a_signal_during_the_last_evaluation_loses_nothing(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Gradients, "compute", None)  # nothing is left to train
         resumed = train_pretrain(config, tmp_path / "cut", resume=True)
-    assert resumed["curve"] == whole["curve"]
-    assert resumed["top1"] == whole["top1"]
+    assert resumed["curve"] == full["curve"]
+    assert resumed["top1"] == full["top1"]
 
 
 class Stopping:
@@ -335,8 +335,8 @@ class Stopping:
     def __init__(self, evaluate: Any, at: int) -> None:
         self.evaluate, self.at, self.seen = evaluate, at, 0
 
-    def __call__(self, *arguments: Any, **how: Any) -> Any:
+    def __call__(self, *arguments: Any, **mode: Any) -> Any:
         self.seen += 1
         if self.seen == self.at:
             raise StoppedError(signal.SIGTERM)
-        return self.evaluate(*arguments, **how)
+        return self.evaluate(*arguments, **mode)

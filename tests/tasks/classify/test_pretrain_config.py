@@ -25,8 +25,8 @@ from tasks.classify.train import load_network
 
 def differing(config: PretrainConfig) -> list[str] | None:
     """The values that differ from Appendix C's, without the sentences."""
-    found = differences(config, "fp32")
-    return found and [match for match in found if "(paper: " in match]
+    actual = differences(config, "fp32")
+    return actual and [match for match in actual if "(paper: " in match]
 
 
 @pytest.mark.parametrize(
@@ -203,10 +203,10 @@ def test_the_plan_reads_packed_and_other_data(photos: Path) -> None:
 
 def test_configs_that_dpn_wrote_can_be_given_back_and_flags_win(photos: Path, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    whole = pretrain_config("S/16")
-    path.write_text(dump(whole))
-    again = build(PretrainConfig, resolve("imagenet", None, None, str(path), {}, {}), "test")
-    assert again == whole
+    full = pretrain_config("S/16")
+    path.write_text(dump(full))
+    second = build(PretrainConfig, resolve("imagenet", None, None, str(path), {}, {}), "test")
+    assert second == full
     shorter = build(
         PretrainConfig, resolve("imagenet", None, None, str(path), {"schedule": {"steps": 929}}, {}), "test"
     )

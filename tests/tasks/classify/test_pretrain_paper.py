@@ -57,12 +57,12 @@ def test_by_steps(name: str, steps: int, longer: int, augmented: tuple[float, ..
     config = config_of(name, backbone={"arch": "B/16"})
     assert (config.schedule.steps, config.schedule.warmup, config.epochs) == (steps, 10_000, None)
     assert (config.batch_size, config.loss, config.head_bias) == (4096, "sigmoid", None)
-    found = [config.randaugment.layers, config.randaugment.magnitude, config.mixup]
-    assert [*found, config.backbone.dropout, config.backbone.drop_path] == list(augmented)
+    actual = [config.randaugment.layers, config.randaugment.magnitude, config.mixup]
+    assert [*actual, config.backbone.dropout, config.backbone.drop_path] == list(augmented)
     long = config_of(name, backbone={"arch": "B/16"}, schedule={"steps": longer})
     assert (long.schedule.steps, long.schedule.warmup) == (longer, 10_000)
-    for each in (config, long):
-        assert not [line for line in differing(each) if "steps" in line or "batch" in line]
+    for item in (config, long):
+        assert not [line for line in differing(item) if "steps" in line or "batch" in line]
     other = config_of(name, backbone={"arch": "B/16"}, schedule={"steps": 5000})
     assert f"schedule.steps: 5000 (paper: {steps})" in differing(other)
 
@@ -78,8 +78,8 @@ def test_fixed_positions_are_not_trained(photos: Path, tmp_path: Path) -> None:
 
 def test_the_probe_at_the_end_equals_eval_fewshot(photos: Path, tmp_path: Path) -> None:
     """It has images of its own, with validation images, and the shots of --eval-fewshot or 25."""
-    for split, each in (("train", 6), ("val", 3)):
-        write_class_folders(tmp_path / "other" / split, classes=4, each=each)
+    for split, item in (("train", 6), ("val", 3)):
+        write_class_folders(tmp_path / "other" / split, classes=4, each=item)
     shared = ["--data", str(photos), "--arch", "mu/8", "--augment", "light2", "--image-size", "32", "-b", "8"]
     shared += ["--steps", "2", "-j", "0", "--device", "cpu", "-q", "--fewshot-data", str(tmp_path / "other")]
     arguments = ["pretrain", "imagenet21k", *shared, "--set", "data.minival=0.2", "--eval-fewshot", "2"]

@@ -27,8 +27,8 @@ from tasks.classify.pretrain_config import PretrainConfig, finalize, resolve, tr
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("places")
-    for split, each in (("train", 12), ("val", 4), ("test", 5)):
-        write_class_folders(root / split, classes=3, each=each)
+    for split, item in (("train", 12), ("val", 4), ("test", 5)):
+        write_class_folders(root / split, classes=3, each=item)
     return root
 
 
@@ -103,11 +103,11 @@ def test_a_search_keeps_one_network_until_its_stage_is_scored(
     config = stages_config(places, [{"epochs": 1, "grid": {"lr": [1e-6, 3e-3, 1e-5]}}, {"epochs": 1}])
     evaluate, kept = training.evaluate, list[list[str]]()
 
-    def note(classifier: Any, split: Any, *arguments: Any, **how: Any) -> Any:
+    def note(classifier: Any, split: Any, *arguments: Any, **mode: Any) -> Any:
         kept.append(sorted(path.parent.name for path in (tmp_path / "sweep").rglob("weights.safetensors")))
-        return evaluate(classifier, split, *arguments, **how)
+        return evaluate(classifier, split, *arguments, **mode)
 
-    def stop(*arguments: Any, **how: Any) -> Any:
+    def stop(*arguments: Any, **mode: Any) -> Any:
         raise StoppedError(signal.SIGTERM)
 
     monkeypatch.setattr(training, "evaluate", note)

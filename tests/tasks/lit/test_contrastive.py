@@ -36,8 +36,8 @@ def test_the_softmax_loss_is_big_visions(
     image, text, scale = (torch.from_numpy(arrays[name]).requires_grad_() for name in ("zimg", "ztxt", "t"))
     value = ContrastiveLoss("softmax", SINGLE_PROCESS).couple(text * scale, {"image": image})
     assert value.item() == pytest.approx(float(arrays["loss"]), abs=1e-5)
-    for found, name in zip(gradients(value, image, text, scale), ("zimg", "ztxt", "t"), strict=True):
-        torch.testing.assert_close(found, torch.from_numpy(arrays[f"grad_{name}"]), atol=1e-5, rtol=1e-5)
+    for actual, name in zip(gradients(value, image, text, scale), ("zimg", "ztxt", "t"), strict=True):
+        torch.testing.assert_close(actual, torch.from_numpy(arrays[f"grad_{name}"]), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "bias"), [("softmax", None), ("siglip", -10.0)])
@@ -48,18 +48,18 @@ def test_losses_and_gradients_are_open_clips(
     monkeypatch.setattr(losses, "ROWS", rows)
     batch, text = make_pairs(), make_text_tower(bias)
     parameters = list(text.parameters())
-    ours = ContrastiveLoss(kind, SINGLE_PROCESS)(text, batch)
+    actual = ContrastiveLoss(kind, SINGLE_PROCESS)(text, batch)
     theirs: Any = ClipLoss() if kind == "softmax" else SigLipLoss()
     extra = {} if text.bias is None else {"logit_bias": text.bias}
     expected = theirs(batch["image"], text.encode(batch["tokens"]), text.log_temperature.exp(), **extra)
-    assert ours.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert apart(gradients(ours, *parameters), gradients(expected, *parameters)) < 2e-6
+    assert actual.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert apart(gradients(actual, *parameters), gradients(expected, *parameters)) < 2e-6
 
 
 def after_one_step(kind: Kind, micro: MicroBatch, loss: ContrastiveLoss | None = None) -> tuple[float, list[Tensor]]:
     """Train one step of plain SGD: what it takes off the weights is the gradient."""
     model = make_text_tower(-1.0 if kind == "siglip" else None)
-    before = [p.detach().clone() for p in model.parameters()]
+    initial = [p.detach().clone() for p in model.parameters()]
     job = TrainJob(
         loss_fn=loss or ContrastiveLoss(kind, SINGLE_PROCESS),
         batches=lambda start: (make_pairs() for _ in range(1)),
@@ -73,12 +73,12 @@ def after_one_step(kind: Kind, micro: MicroBatch, loss: ContrastiveLoss | None =
         outputs=Outputs(warn=lambda text: None),
     )
     done = engine.fit(model, job)
-    return done.loss, [one - p.detach() for one, p in zip(before, model.parameters(), strict=True)]
+    return done.loss, [one - p.detach() for one, p in zip(initial, model.parameters(), strict=True)]
 
 
-def apart(found: list[Tensor], expected: list[Tensor]) -> float:
+def apart(actual: list[Tensor], expected: list[Tensor]) -> float:
     """Return the distance of two gradients, relative to the second."""
-    one, other = (torch.cat([value.flatten() for value in values]).double() for values in (found, expected))
+    one, other = (torch.cat([value.flatten() for value in values]).double() for values in (actual, expected))
     return float((one - other).norm() / other.norm())
 
 
@@ -86,8 +86,8 @@ def apart(found: list[Tensor], expected: list[Tensor]) -> float:
 @pytest.mark.parametrize("micro", [1, 4, 5])
 def test_two_passes_give_the_gradient_of_one(kind: Kind, micro: int) -> None:
     loss, gradient = after_one_step(kind, MicroBatch(ROWS))
-    again, split = after_one_step(kind, MicroBatch(micro))
-    assert again == pytest.approx(loss, rel=1e-6)
+    second, split = after_one_step(kind, MicroBatch(micro))
+    assert second == pytest.approx(loss, rel=1e-6)
     assert apart(split, gradient) < 1e-6
     # What a sum over micro-batches would be: another loss.
     parts = [{name: value[i : i + 4] for name, value in make_pairs().items()} for i in range(0, ROWS, 4)]

@@ -88,9 +88,9 @@ def test_the_config_is_the_papers() -> None:
 
 def test_64_photographs_and_sentences_are_learned_by_heart(finished: tuple[Path, dict[str, Any]]) -> None:
     path, result = finished
-    found = result["retrieval"]
-    assert (found["image_to_text@1"], found["text_to_image@1"]) == (100, 100)
-    assert (found["images"], found["captions"], found["chance@5"]) == (64, 64, 100 * 5 / 64)
+    actual = result["retrieval"]
+    assert (actual["image_to_text@1"], actual["text_to_image@1"]) == (100, 100)
+    assert (actual["images"], actual["captions"], actual["chance@5"]) == (64, 64, 100 * 5 / 64)
     assert result["tokenizer"]["kind"] == "bpe"
     assert result["tokenizer"]["clean"] == "canonicalize"
     assert result["train_loss"] < math.log(64) / 20  # of which a network that knows nothing has all
@@ -106,23 +106,23 @@ def test_the_image_tower_stays_as_it_was_and_out_of_the_optimizer(
     finished: tuple[Path, dict[str, Any]], photos: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path, result = finished
-    before = load_backbone("nano/8", pool="gap", image_size=32, seed=0)
-    after = load_towers(str(path)).image
-    assert digest_of(before) == digest_of(after) == result["image_tower"]
-    assert all(torch.equal(value, after.state_dict()[name]) for name, value in before.state_dict().items())
+    initial = load_backbone("nano/8", pool="gap", image_size=32, seed=0)
+    final = load_towers(str(path)).image
+    assert digest_of(initial) == digest_of(final) == result["image_tower"]
+    assert all(torch.equal(value, final.state_dict()[name]) for name, value in initial.state_dict().items())
 
     from dpn_cli.engine import fit as engine
 
-    seen: dict[str, Any] = {}
+    observed: dict[str, Any] = {}
 
     def fit(model: torch.nn.Module, *arguments: Any, **extra: Any) -> Any:
-        seen["names"] = {name.split(".")[0] for name, _ in model.named_parameters()}
+        observed["names"] = {name.split(".")[0] for name, _ in model.named_parameters()}
         return original(model, *arguments, **extra)
 
     original = engine.fit
     monkeypatch.setattr(engine, "fit", fit)
     train_lit(lit_config(photos / "pairs.csv", schedule={"steps": 2, "warmup": 0}), tmp_path / "run")
-    assert seen["names"] == {"transformer", "log_temperature"}
+    assert observed["names"] == {"transformer", "log_temperature"}
     tower = load_tower(lit_config(photos / "pairs.csv"), World(0, 1, torch.device("cpu")))
     assert not tower.training
     assert not any(parameter.requires_grad for parameter in tower.parameters())
@@ -147,8 +147,8 @@ def test_a_stopped_run_ends_with_the_weights_of_an_unbroken_one(
         train_lit(config, tmp_path / "broken")
     monkeypatch.undo()
     train_lit(config, tmp_path / "broken", resume=True)
-    whole, broken = (load_file(tmp_path / name / "weights.safetensors") for name in ("whole", "broken"))
-    assert all(torch.equal(value, broken[name]) for name, value in whole.items())
+    full, broken = (load_file(tmp_path / name / "weights.safetensors") for name in ("whole", "broken"))
+    assert all(torch.equal(value, broken[name]) for name, value in full.items())
 
 
 def test_changes_between_run_and_resume_are_refused(
@@ -198,14 +198,14 @@ def test_pairs_that_are_left_out_are_counted_and_not_trained_on(tmp_path: Path) 
     for name in (names[2], names[9]):
         (tmp_path / name).write_bytes(b"no image")
     pairs = [(name, "" if name == names[5] else f"sentence {name}") for name in names]
-    place = write_caption_table(tmp_path / "pairs.csv", [*pairs, (names[1], "another one")])
+    folder = write_caption_table(tmp_path / "pairs.csv", [*pairs, (names[1], "another one")])
     asked: dict[str, Any] = {
         "data": {"skip_bad_images": True},
         "cache": {"folder": str(tmp_path / "cache"), "views": 2},
         "schedule": {"steps": 2, "warmup": 0},
         "batch_size": 9,
     }
-    result = train_lit(lit_config(place, **asked), tmp_path / "run")
+    result = train_lit(lit_config(folder, **asked), tmp_path / "run")
     assert result["pairs"] == {"images": 9, "captions": 10}
     assert result["left_out"] == {"without_text_or_file": 1, "unreadable": 2}
     counts = {name: result["retrieval"][name] for name in ("images", "captions", "unreadable")}
@@ -213,7 +213,7 @@ def test_pairs_that_are_left_out_are_counted_and_not_trained_on(tmp_path: Path) 
     kept = [json.loads(path.read_text())["views"] for path in (tmp_path / "cache").glob("*/cache.json")]
     assert sorted(kept) == [0, 2]  # retrieval is scored on the plain images
     with pytest.raises(DpnError, match="--batch-size 10: larger than the 9 images to train on"):
-        train_lit(lit_config(place, **{**asked, "batch_size": 10}), tmp_path / "more")
+        train_lit(lit_config(folder, **{**asked, "batch_size": 10}), tmp_path / "more")
 
 
 def test_labelled_test_images_are_scored_or_there_are_none(
@@ -273,25 +273,25 @@ def test_the_commands_after_a_run_work(finished: tuple[Path, dict[str, Any]], ph
     scored = run_dpn("lit", "eval", place, "--data", str(photos / "pairs.csv"), "-q")
     assert "image to text: R@1 100.00 %" in scored.stdout
     labels = "a flower row first column first, a temple row second column third"
-    guessed = run_dpn("lit", "predict", place, str(photos / "temple10.png"), "--labels", labels, "--json")
-    (guess,) = json.loads(guessed.stdout)
-    assert guess["labels"][0]["label"] == "a temple row second column third"
-    assert sum(entry["probability"] for entry in guess["labels"]) == pytest.approx(1)
+    predicted = run_dpn("lit", "predict", place, str(photos / "temple10.png"), "--labels", labels, "--json")
+    (prediction,) = json.loads(predicted.stdout)
+    assert prediction["labels"][0]["label"] == "a temple row second column third"
+    assert sum(entry["probability"] for entry in prediction["labels"]) == pytest.approx(1)
     assert "temple10.png" in run_dpn("lit", "predict", place, str(photos / "temple10.png"), "--labels", labels).stdout
     shutil.copy(photos / "temple10.png", tmp_path / "a.png")
     (tmp_path / "0.png").write_bytes(b"no image")
     half = run_dpn("lit", "predict", place, str(tmp_path), "--labels", labels, "--json", "--skip-bad-images")
-    assert [Path(guess["image"]).name for guess in json.loads(half.stdout)] == ["a.png"]
+    assert [Path(prediction["image"]).name for prediction in json.loads(half.stdout)] == ["a.png"]
     assert "warning" in half.stderr
     assert "0.png: not a readable image" in " ".join(half.stderr.split())
-    found = run_dpn("lit", "search", place, "--images", str(tmp_path), "--query", "a", "--json", "--skip-bad-images")
-    assert [Path(entry["image"]).name for entry in json.loads(found.stdout)] == ["a.png"]
+    actual = run_dpn("lit", "search", place, "--images", str(tmp_path), "--query", "a", "--json", "--skip-bad-images")
+    assert [Path(entry["image"]).name for entry in json.loads(actual.stdout)] == ["a.png"]
     assert run_dpn("lit", "predict", place, str(tmp_path), "--labels", labels).exit_code == 3
     for _ in range(2):  # the second time from the cache
-        found = run_dpn("lit", "search", place, "--images", str(photos),
+        actual = run_dpn("lit", "search", place, "--images", str(photos),
                         "--query", "A temple, row second, column third", "-k", "3", "--json", "-q",
                         "--cache-dir", str(tmp_path / "cache"))  # fmt: skip
-        listed = json.loads(found.stdout)
+        listed = json.loads(actual.stdout)
         assert [len(listed), Path(listed[0]["image"]).name] == [3, "temple10.png"]
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
@@ -382,8 +382,8 @@ def test_towers_survive_a_file_with_siglips_bias_and_a_tokenizer_of_their_own(tm
     save_towers(own, tmp_path / "other" / "weights.safetensors")
     assert load_towers(str(tmp_path / "other")).text.log_temperature.item() == 1.5
     assert (reloaded.tokenizer.to_dict(), reloaded.loss, reloaded.facts) == (tokenizer.to_dict(), "siglip", {"a": 1})
-    chances = reloaded.probabilities(torch.tensor([[0.3, 0.3]]))
-    torch.testing.assert_close(chances, torch.full((1, 2), 10 * 0.3 - 3.0).sigmoid())
+    probabilities = reloaded.probabilities(torch.tensor([[0.3, 0.3]]))
+    torch.testing.assert_close(probabilities, torch.full((1, 2), 10 * 0.3 - 3.0).sigmoid())
 
 
 def test_the_demo_is_described_and_the_cache_command_fills_the_trainings_cache(

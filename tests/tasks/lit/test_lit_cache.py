@@ -66,49 +66,49 @@ def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def looked_at(split: CaptionedImages) -> list[int]:
     """Note from now on which images are opened."""
-    seen: list[int] = []
+    observed: list[int] = []
     original = split.open
 
     def noted(index: int) -> Image.Image:
-        seen.append(index)
+        observed.append(index)
         return original(index)
 
     split.open = noted  # type: ignore[method-assign]
-    return seen
+    return observed
 
 
 def test_every_image_is_read_exactly_once(tmp_path: Path) -> None:
     split, encoder = data(tmp_path), make_encoder()
-    seen = looked_at(split)
+    observed = looked_at(split)
     features = cached_features(split, encoder, tmp_path / "cache", ALONE, QUIET)
-    assert sorted(seen) == list(range(6))
+    assert sorted(observed) == list(range(6))
     assert (len(features), features.views, features.width) == (6, 1, 32)
     assert isinstance(features.shards[0], np.memmap)
     expected = encoder.encode(torch.stack([resize(split.pixels(row), encoder.size) for row in range(6)]))
     torch.testing.assert_close(features.rows(torch.tensor([5, 0, 3])).float(), expected[[5, 0, 3]], atol=5e-4, rtol=0)
-    seen.clear()
-    again = cached_features(split, encoder, tmp_path / "cache", ALONE, QUIET)
-    assert len(seen) <= 2 * cache.SPOT_CHECKS  # a few are looked at again, to see that the cache is theirs
-    assert all(np.array_equal(one, other) for one, other in zip(features.shards, again.shards, strict=True))
+    observed.clear()
+    second = cached_features(split, encoder, tmp_path / "cache", ALONE, QUIET)
+    assert len(observed) <= 2 * cache.SPOT_CHECKS  # a few are looked at again, to see that the cache is theirs
+    assert all(np.array_equal(one, other) for one, other in zip(features.shards, second.shards, strict=True))
 
 
 @pytest.mark.parametrize(("workers", "ahead"), [("auto", 1), (0, 0)])
 def test_prefetching_gets_the_shards_of_the_images_to_encode_and_of_every_batch(
     workers: Any, ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    split, told = open_split(CaptionSource(write_shard_dataset(tmp_path)), "train"), list[Any]()
+    split, messages = open_split(CaptionSource(write_shard_dataset(tmp_path)), "train"), list[Any]()
 
     @contextmanager
     def fetched(
         data: LabelledImages, needs: Any, rows: int, workers: int, here: int
     ) -> Iterator[Callable[[int], None]]:
-        told.extend([*needs(), rows, workers])
-        yield told.append
+        messages.extend([*needs(), rows, workers])
+        yield messages.append
 
     monkeypatch.setattr(pixels, "prefetch_shards", fetched)
     cached_features(split, replace(make_encoder(), workers=workers), tmp_path / "cache", ALONE, QUIET)
     # Batches of two of the four and two images in the shards.
-    assert told == [(0, 1, 0), (2, 2, 1), 2, ahead, -1, 0, 1, 2]
+    assert messages == [(0, 1, 0), (2, 2, 1), 2, ahead, -1, 0, 1, 2]
 
 
 def test_views_are_a_function_of_seed_and_image(tmp_path: Path) -> None:
@@ -156,8 +156,8 @@ def test_one_of_several_views_is_drawn_at_every_visit(tmp_path: Path) -> None:
 
 
 def only(root: Path) -> Path:
-    (found,) = (root / "cache").iterdir()
-    return found
+    (actual,) = (root / "cache").iterdir()
+    return actual
 
 
 def flip_a_bit(root: Path) -> None:
@@ -243,14 +243,14 @@ def test_damaged_and_foreign_caches_are_rebuilt(
     spoil: Callable[[Path], None], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     split = data(tmp_path)
-    before = [
+    initial = [
         np.array(part) for part in cached_features(split, make_encoder(), tmp_path / "cache", ALONE, QUIET).shards
     ]
     spoil(tmp_path)
     capsys.readouterr()
-    after = cached_features(split, make_encoder(), tmp_path / "cache", ALONE, Console(quiet=True))
+    final = cached_features(split, make_encoder(), tmp_path / "cache", ALONE, Console(quiet=True))
     assert message in capsys.readouterr().err
-    assert all(np.array_equal(one, other) for one, other in zip(before, after.shards, strict=True))
+    assert all(np.array_equal(one, other) for one, other in zip(initial, final.shards, strict=True))
     assert only(tmp_path)
 
 
@@ -300,7 +300,7 @@ def test_other_weights_data_or_views_have_a_cache_of_their_own(tmp_path: Path) -
 
 def test_a_stopped_cache_continues_behind_its_last_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     split, encoder = data(tmp_path, 11), make_encoder()
-    whole = cached_features(split, encoder, tmp_path / "whole", ALONE, QUIET)
+    full = cached_features(split, encoder, tmp_path / "whole", ALONE, QUIET)
     calls = iter(range(100))
 
     def stop() -> None:
@@ -314,15 +314,15 @@ def test_a_stopped_cache_continues_behind_its_last_shard(tmp_path: Path, monkeyp
     monkeypatch.setattr(cache, "SHARD", 4)
     monkeypatch.setattr(cache, "BATCH", 2)
     monkeypatch.setattr(cache, "SPOT_CHECKS", 1)
-    seen = looked_at(split)
-    again = cached_features(split, encoder, tmp_path / "cache", ALONE, QUIET)
-    assert sorted(seen) == [0, 0, *range(4, 11)]  # 0 is the spot check: its digest, its pixels
-    assert all(np.array_equal(one, other) for one, other in zip(whole.shards, again.shards, strict=True))
+    observed = looked_at(split)
+    second = cached_features(split, encoder, tmp_path / "cache", ALONE, QUIET)
+    assert sorted(observed) == [0, 0, *range(4, 11)]  # 0 is the spot check: its digest, its pixels
+    assert all(np.array_equal(one, other) for one, other in zip(full.shards, second.shards, strict=True))
 
 
 def test_a_cache_that_another_process_fills_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    what, pairs, waits = make_encoder(), data(tmp_path / "images"), list[int]()
-    cached_features(pairs, what, tmp_path / "cache", ALONE, QUIET)
+    case, pairs, waits = make_encoder(), data(tmp_path / "images"), list[int]()
+    cached_features(pairs, case, tmp_path / "cache", ALONE, QUIET)
     (folder,) = (tmp_path / "cache").iterdir()
     monkeypatch.setattr(files, "PATIENCE", 0.0)
     with claim_in_other_process(folder) as other:
@@ -332,7 +332,7 @@ def test_a_cache_that_another_process_fills_is_waited_for(tmp_path: Path, monkey
             waits.append(other.wait())
 
         monkeypatch.setattr(signals, "check_here", end)
-        assert len(cached_features(pairs, what, tmp_path / "cache", ALONE, QUIET)) == 6
+        assert len(cached_features(pairs, case, tmp_path / "cache", ALONE, QUIET)) == 6
     assert len(waits) == 1
 
 
@@ -353,20 +353,20 @@ def test_sentences_belong_to_the_images_that_could_be_read(monkeypatch: pytest.M
     split: Any = SimpleNamespace(captions=[("0",), ("1", "1"), ("2",), ("3", "3")])
     towers: Any = SimpleNamespace(encode_texts=lambda texts: torch.eye(4)[[int(text) for text in texts]])
     monkeypatch.setattr("tasks.lit.encode.encoded", lambda *of: (torch.eye(4)[[0, 2, 3]], [0, 2, 3]))
-    found = retrieval_scores(towers, split, make_encoder(), None, Runtime(), ALONE, QUIET)
-    assert {found["image_to_text@1"], found["text_to_image@1"]} == {100}
-    assert (found["images"], found["captions"], found["unreadable"]) == (3, 4, 1)
+    actual = retrieval_scores(towers, split, make_encoder(), None, Runtime(), ALONE, QUIET)
+    assert {actual["image_to_text@1"], actual["text_to_image@1"]} == {100}
+    assert (actual["images"], actual["captions"], actual["unreadable"]) == (3, 4, 1)
 
 
 def test_one_shard_is_enough_for_two_workers(tmp_path: Path) -> None:
     write_caption_shard(tmp_path / "one.tar", range(11), text=lambda number: f"sentence {number}")
     split = open_split(CaptionSource(f"wds:{tmp_path}/one.tar"), "train")
     both = replace(make_encoder(), workers=2)
-    alone, found = (
+    single, actual = (
         cached_features(split, encoder, tmp_path / name, ALONE, QUIET)
         for name, encoder in (("a", make_encoder()), ("b", both))
     )
-    assert all(np.array_equal(one, other) for one, other in zip(alone.shards, found.shards, strict=True))
+    assert all(np.array_equal(one, other) for one, other in zip(single.shards, actual.shards, strict=True))
     contents = [
         [json.loads(path.read_text())["contents"] for path in sorted((tmp_path / name).glob("*/features*.json"))]
         for name in "ab"
@@ -391,8 +391,8 @@ def test_batches_are_a_function_of_the_step(tmp_path: Path) -> None:
     first = [next(stream) for _ in range(5)]
     resumed = batches(3)
     for step in (3, 4):
-        again = next(resumed)
-        assert all(torch.equal(again[name], first[step][name]) for name in ("image", "tokens"))
+        second = next(resumed)
+        assert all(torch.equal(second[name], first[step][name]) for name in ("image", "tokens"))
     rows = good[rows_of_step(9, 4, 5, 2)]
     assert torch.equal(first[2]["image"], features.rows(rows))
     assert torch.equal(first[2]["tokens"], texts.tokens[rows].long())
@@ -420,11 +420,11 @@ def test_batches_without_a_cache_are_the_same_and_resume(
 
     monkeypatch.setattr("tasks.lit.batches.stream", streamed)
     batches = encoded_batches(split, encoder, texts, 4, 5, ALONE, steps=4, micro=3)
-    whole = list(batches(0))
-    assert len(whole) == 4
+    full = list(batches(0))
+    assert len(full) == 4
     assert read == [2] * 8  # never a whole batch, of which every worker would keep several
     (last,) = list(batches(3))
-    assert torch.equal(last["image"], whole[3]["image"])
+    assert torch.equal(last["image"], full[3]["image"])
     halves = [
         next(encoded_batches(split, encoder, texts, 4, 5, World(rank, 2, CPU), steps=4, micro=3)(3)) for rank in (0, 1)
     ]

@@ -66,10 +66,10 @@ def test_all_seeds_of_a_tower_share_features_and_each_has_its_own_order(
         key = f"retrieval.{way}"
         plain, dual = ([run["retrieval"][way] for run in networks[name]["runs"].values()] for name in ("none", "dpn"))
         assert networks["dpn"][key]["values"] == pytest.approx(dual, abs=1e-4)
-        minus = [ours - theirs for ours, theirs in zip(dual, plain, strict=True)]
+        minus = [actual - expected for actual, expected in zip(dual, plain, strict=True)]
         assert difference[key]["values"] == pytest.approx(minus, abs=1e-4)
-    alone = [word.replace("{stem}", "dpn") for word in command]
-    assert run_dpn(*alone, "--seed", "2", "-o", str(tmp_path / "one")).exit_code == 0
+    single = [word.replace("{stem}", "dpn") for word in command]
+    assert run_dpn(*single, "--seed", "2", "-o", str(tmp_path / "one")).exit_code == 0
     one, two = (load_file(tmp_path / name / "weights.safetensors") for name in ("one", "all/dpn/seed2"))
     assert all(torch.equal(value, two[name]) for name, value in one.items())
     (listed,) = json.loads(run_dpn("runs", str(tmp_path / "all"), "--json").stdout)
@@ -87,9 +87,9 @@ def test_images_are_encoded_before_processes_start_that_would_wait_for_them(
 
     monkeypatch.setattr("dpn_cli.sweep.engines.dispatch.run_all", run_all)
     at_once = ("--seeds", "0,2", "--jobs", "2", "--cache-dir", str(tmp_path / "cache"))
-    alone = [word.replace("{stem}", "dpn") for word in command]
+    single = [word.replace("{stem}", "dpn") for word in command]
     for more in (("--compare", "none,dpn"), ("--no-cache",), ()):
-        words = command if "--compare" in more else alone
+        words = command if "--compare" in more else single
         result = run_dpn(*words, *more, *at_once, "-o", str(tmp_path / f"run{len(caches)}"))
         assert "enough" in result.stderr, result.output
     # Two towers, which two processes encode with; one tower: its images, in two views, and the held-out ones.

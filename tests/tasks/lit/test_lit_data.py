@@ -43,9 +43,9 @@ def tabs(root: Path) -> str:
 
 
 def with_byte_order_mark(root: Path) -> str:
-    place = Path(write_table_dataset(root))
-    place.write_text(place.read_text(), encoding="utf-8-sig")  # as Excel writes it
-    return str(place)
+    folder = Path(write_table_dataset(root))
+    folder.write_text(folder.read_text(), encoding="utf-8-sig")  # as Excel writes it
+    return str(folder)
 
 
 def with_splits(root: Path, *splits: str) -> CaptionSource:
@@ -101,19 +101,19 @@ def hub(root: Path) -> str:
 def test_every_source_gives_the_same_images_and_sentences(
     write: Callable[[Path], str], images: str, tmp_path: Path
 ) -> None:
-    place = write(tmp_path)
-    found = open_split(CaptionSource(place, images=str(tmp_path / images) if images else None), "train")
-    first = [captions[0] for captions in found.captions]
+    folder = write(tmp_path)
+    actual = open_split(CaptionSource(folder, images=str(tmp_path / images) if images else None), "train")
+    first = [captions[0] for captions in actual.captions]
     assert first == CAPTIONS
-    assert found.captions[0] == (
+    assert actual.captions[0] == (
         ("a dog", "a small dog")
         if write in (write_table_dataset, with_byte_order_mark, write_flat_coco_dataset)
         else ("a dog",)
     )
-    for number in found.labels:
+    for number in actual.labels:
         expected = np.asarray(Pil.open(io.BytesIO(png_bytes(number))))
-        assert np.array_equal(found.pixels(number), expected)
-    assert len({found.key(number) for number in found.labels}) == 6
+        assert np.array_equal(actual.pixels(number), expected)
+    assert len({actual.key(number) for number in actual.labels}) == 6
 
 
 def test_splits_are_the_data_sets_own(tmp_path: Path) -> None:
@@ -134,8 +134,8 @@ def test_splits_are_the_data_sets_own(tmp_path: Path) -> None:
 def test_a_hub_data_set_that_names_files_has_their_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [str(tmp_path / name) for name in write_png_images(tmp_path, 2)]
     rows = {"image": [*paths, "zip://1.png::gone.zip"], "text": ["a", "b", "c"]}
-    found = Dataset.from_dict(rows, features=Features({"image": Image(), "text": Value("string")}))
-    monkeypatch.setattr("dpn_cli.data.sources.hub.load_hub", lambda *of: {"train": found})
+    actual = Dataset.from_dict(rows, features=Features({"image": Image(), "text": Value("string")}))
+    monkeypatch.setattr("dpn_cli.data.sources.hub.load_hub", lambda *of: {"train": actual})
     split = HubCaptions("x", "default", "train", None, None, skip_bad=False)
     assert list(split.sizes) == [len(png_bytes(0)), len(png_bytes(1)), 0]
 
@@ -150,8 +150,8 @@ def test_without_own_images_some_are_held_out_alike_everywhere(tmp_path: Path) -
     held = {val.key(index) for index in val.labels}
     assert held.isdisjoint(train.key(index) for index in train.labels)
     write_caption_table(tmp_path / "turned.csv", [(name, f"sentence {name}") for name in reversed(names)])
-    again = open_pairs(CaptionSource(str(tmp_path / "turned.csv")))[1]
-    assert {again.key(index) for index in again.labels} == held
+    second = open_pairs(CaptionSource(str(tmp_path / "turned.csv")))[1]
+    assert {second.key(index) for index in second.labels} == held
     assert len(open_pairs(CaptionSource(source.location, val_fraction=0.5))[1].captions) == 20
     with pytest.raises(DataError, match="too few to hold some out"):
         open_pairs(CaptionSource(str(write_caption_table(tmp_path / "two.csv", [("0.png", "a"), ("1.png", "b")]))))
@@ -203,8 +203,8 @@ def test_flawed_data_are_named(kind: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         open_split(CaptionSource(broken(tmp_path, kind)), "train")
     if kind in ("text", "file"):
-        found = open_split(CaptionSource(broken(tmp_path, kind), skip_bad=True), "train")
-        assert (len(found.captions), found.dropped) == (2 if kind == "text" else 3, 1)
+        actual = open_split(CaptionSource(broken(tmp_path, kind), skip_bad=True), "train")
+        assert (len(actual.captions), actual.dropped) == (2 if kind == "text" else 3, 1)
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -246,17 +246,17 @@ def test_captions_json_of_any_form_ends_in_one_line(content: str, message: str, 
 
 
 def test_captions_json_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
-    place = Path(write_karpathy_dataset(tmp_path))
-    place.write_text(place.read_text(), encoding="utf-8-sig")
-    assert open_split(CaptionSource(str(place)), "val").captions == [(CAPTIONS[4],)]
+    folder = Path(write_karpathy_dataset(tmp_path))
+    folder.write_text(folder.read_text(), encoding="utf-8-sig")
+    assert open_split(CaptionSource(str(folder)), "val").captions == [(CAPTIONS[4],)]
 
 
 def test_texts_with_half_a_character_are_left_out_when_asked(tmp_path: Path) -> None:
     write_png_images(tmp_path, 2)
     halved = {**ONE, "sentences": [{"raw": "a \ud83d"}, {"raw": "a cat"}]}
     (tmp_path / "x.json").write_text(json.dumps({"images": [halved, {**halved, "sentences": halved["sentences"][:1]}]}))
-    found = open_split(CaptionSource(str(tmp_path / "x.json"), skip_bad=True), "train")
-    assert (found.captions, found.dropped) == ([("a cat",)], 1)
+    actual = open_split(CaptionSource(str(tmp_path / "x.json"), skip_bad=True), "train")
+    assert (actual.captions, actual.dropped) == ([("a cat",)], 1)
 
 
 def test_a_description_in_a_shard_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
@@ -292,9 +292,9 @@ def test_pairs_without_text_are_counted_in_every_source(tmp_path: Path) -> None:
     (tmp_path / "hub").mkdir()
     Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "hub" / "train-00000-of-00001.parquet")
     for place in (f"wds:{tmp_path}/0.tar", f"hf:{tmp_path}/hub"):
-        found = open_split(CaptionSource(place, skip_bad=True), "train")
-        assert (len(found.captions), found.dropped) == (2, 1)
-        assert np.array_equal(found.pixels(1), np.asarray(Pil.open(io.BytesIO(png_bytes(2)))))
+        actual = open_split(CaptionSource(place, skip_bad=True), "train")
+        assert (len(actual.captions), actual.dropped) == (2, 1)
+        assert np.array_equal(actual.pixels(1), np.asarray(Pil.open(io.BytesIO(png_bytes(2)))))
 
 
 def test_tokens_are_open_clips_and_longer_texts_keep_their_end() -> None:
@@ -326,11 +326,11 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_sentencepiece_file_has_a_sticky_end(pieces: Path, tmp_path: Path) -> None:
     from sentencepiece import SentencePieceProcessor
 
-    tokenizer, theirs = open_tokenizer(str(pieces), 8, "lower"), SentencePieceProcessor(str(pieces))
+    tokenizer, expected = open_tokenizer(str(pieces), 8, "lower"), SentencePieceProcessor(str(pieces))
     tokens, cut = tokenizer.encode(["A dog", "a dog " * 9])
-    ids, end = theirs.encode("a dog"), theirs.eos_id()
+    ids, end = expected.encode("a dog"), expected.eos_id()
     assert tokens[0].tolist() == [*ids, *[end] * (8 - len(ids))]
-    assert tokens[1].tolist() == [*theirs.encode("a dog " * 9)[:7], end]
+    assert tokens[1].tolist() == [*expected.encode("a dog " * 9)[:7], end]
     assert cut == 1
     (tmp_path / "other.model").write_text("no model")
     with pytest.raises(DataError, match=r"other.model: not a SentencePiece model"):

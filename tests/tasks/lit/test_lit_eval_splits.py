@@ -96,17 +96,17 @@ def test_pairs_to_validate_from_elsewhere_are_the_runs_own(tmp_path: Path) -> No
     first = write_caption_table(tmp_path / "first.csv", [(name, "a") for name in names[:6]])
     second = write_caption_table(tmp_path / "second.csv", [(name, "b") for name in names[6:]])
     facts = facts_of(CaptionSource(str(first), val_location=str(second)), val_source=str(second))
-    part, said = open_part(CaptionSource(str(first)), None, facts)
-    assert ([part.key(i) for i in range(2)], said) == (names[6:], "the pairs that the run held out")
-    whole, said = open_part(CaptionSource(str(second)), None, facts)
-    assert (len(whole.captions), said) == (2, None)
+    part, message = open_part(CaptionSource(str(first)), None, facts)
+    assert ([part.key(i) for i in range(2)], message) == (names[6:], "the pairs that the run held out")
+    full, message = open_part(CaptionSource(str(second)), None, facts)
+    assert (len(full.captions), message) == (2, None)
 
 
 def test_a_data_set_that_has_splits_keeps_them(tmp_path: Path) -> None:
-    place = write_karpathy_dataset(tmp_path)
-    source = CaptionSource(place)
-    part, said = open_part(source, None, facts_of(source))
-    assert ([part.key(i) for i in range(len(part.captions))], said) == (
+    folder = write_karpathy_dataset(tmp_path)
+    source = CaptionSource(folder)
+    part, message = open_part(source, None, facts_of(source))
+    assert ([part.key(i) for i in range(len(part.captions))], message) == (
         [open_pairs(source)[1].key(i) for i in range(len(part.captions))],
         None,
     )
@@ -116,8 +116,8 @@ def test_a_data_set_that_has_splits_keeps_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("facts", [{}, {"config": {"data": {"source": "x", "val_fraction": 0.5}}, "data": {}}])
 def test_towers_of_other_pairs_are_scored_on_all(facts: Json, tmp_path: Path) -> None:
-    part, said = open_part(CaptionSource(write_table_dataset(tmp_path)), None, facts)
-    assert (len(part.captions), said) == (6, None)
+    part, message = open_part(CaptionSource(write_table_dataset(tmp_path)), None, facts)
+    assert (len(part.captions), message) == (6, None)
 
 
 def test_an_export_keeps_the_digests_in_the_weights_alone(finished: tuple[Path, Path], tmp_path: Path) -> None:

@@ -48,25 +48,25 @@ def test_pairs_and_their_nearest_images_match_numpy(tmp_path: Path) -> None:
     (tmp_path / "captions").mkdir()
     (tmp_path / "captions" / "99.jpg").touch()
     (tmp_path / "captions.json").touch()  # of an earlier evaluation
-    found, good, images, texts = kept(tmp_path)
+    actual, good, images, texts = kept(tmp_path)
     cosines = texts.numpy().astype(np.float64) @ images.numpy().astype(np.float64).T
-    rows = [image["row"] for image in found["pairs"]["images"]]
+    rows = [image["row"] for image in actual["pairs"]["images"]]
     assert len(rows) == PAIRS
     assert (rows[0], rows[-1]) == (0, 29)
     places = [good.index(row) for row in rows]
-    assert found["pairs"]["captions"] == [f"{SCRIPT_TAG} {row}" for row in rows]
+    assert actual["pairs"]["captions"] == [f"{SCRIPT_TAG} {row}" for row in rows]
     assert np.allclose(
-        found["pairs"]["similarity"], cosines[np.ix_([2 * place for place in places], places)], atol=1e-6
+        actual["pairs"]["similarity"], cosines[np.ix_([2 * place for place in places], places)], atol=1e-6
     )
-    assert len(found["queries"]) == TEXTS
-    for query in found["queries"]:
+    assert len(actual["queries"]) == TEXTS
+    for query in actual["queries"]:
         own = int(query["text"].split()[-1])
         line = cosines[2 * good.index(own)]
         assert [neighbour["row"] for neighbour in query["nearest"]] == [
             good[place] for place in np.argsort(-line)[:NEAREST]
         ]
         assert [one["right"] for one in query["nearest"]] == [one["row"] == own for one in query["nearest"]]
-    shown = {*rows, *(one["row"] for query in found["queries"] for one in query["nearest"])}
+    shown = {*rows, *(one["row"] for query in actual["queries"] for one in query["nearest"])}
     assert {int(path.stem) for path in (tmp_path / "captions").iterdir()} == shown
 
 
@@ -81,9 +81,9 @@ def test_images_nearest_to_classes_are_found_part_by_part_and_over_ranks(
             nearest.see(rows.tolist(), cosines[rows])
     monkeypatch.setattr(distributed, "from_all", lambda value: [one.best for one in ranks])
     save_prompts(tmp_path, split, ranks[0], ranks[0].gather())
-    found = json.loads((tmp_path / "prompts.json").read_text())["queries"]
-    assert len(found) == TEXTS
-    for query in found:
+    actual = json.loads((tmp_path / "prompts.json").read_text())["queries"]
+    assert len(actual) == TEXTS
+    for query in actual:
         column = split.classes.index(query["text"])
         order = np.argsort(-cosines[:, column].numpy())[:NEAREST]
         assert [neighbour["row"] for neighbour in query["nearest"]] == order.tolist()
@@ -100,11 +100,11 @@ def test_a_page_has_the_heat_map_and_the_nearest_images(tmp_path: Path, monkeypa
     run = write_run(tmp_path / "run", LitConfig, "lit_demo", result, "towers")
     with (run / "metrics.jsonl").open("a") as log:
         log.write('{"step": 9, "loss": 1.0, "lr": 0.1, "temperature": 12.5}\n')
-    found, *_ = kept(run)
+    actual, *_ = kept(run)
     html = make_page(tmp_path, run)
     parse_page(html)
     assert "<script" not in html
     cells = [float(row[3]) for row in read_chart_rows(tmp_path, "similarity")[1:]]
-    assert cells == [value for line in found["pairs"]["similarity"] for value in line]
+    assert cells == [value for line in actual["pairs"]["similarity"] for value in line]
     assert html.count("<img src=") == PAIRS + TEXTS * NEAREST
     assert read_chart_rows(tmp_path, "temperature")[1:] == [["run", "9", "12.5"]]

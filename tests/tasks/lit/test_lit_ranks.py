@@ -47,8 +47,8 @@ def ranks_job(world: World, folder: Path) -> None:
     for kind in KINDS:
         for micro in MICROS:
             for shard in (False, True):
-                found = train_contrastive(world, kind, micro, shard=shard)
-                (folder / f"{kind}-{micro}-{shard}-{world.rank}.json").write_text(json.dumps(found))
+                actual = train_contrastive(world, kind, micro, shard=shard)
+                (folder / f"{kind}-{micro}-{shard}-{world.rank}.json").write_text(json.dumps(actual))
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +69,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("shard", [False, True])
 def test_two_ranks_of_half_the_batch_train_as_one(shard: bool, folder: Path) -> None:
     for kind in KINDS:
-        alone = train_contrastive(SINGLE_PROCESS, kind, ROWS)
+        single = train_contrastive(SINGLE_PROCESS, kind, ROWS)
         for micro in MICROS:
             for rank in (0, 1):
                 together = json.loads((folder / f"{kind}-{micro}-{shard}-{rank}.json").read_text())
-                assert together == pytest.approx(alone, rel=2e-5)
+                assert together == pytest.approx(single, rel=2e-5)
 
 
 def test_one_shard_is_enough_for_two_ranks_and_both_notice_changed_images(
@@ -83,9 +83,9 @@ def test_one_shard_is_enough_for_two_ranks_and_both_notice_changed_images(
     monkeypatch.setattr(cache, "BATCH", 2)
     other = features(folder, "other", SINGLE_PROCESS)
     (folder / "first.tar").replace(folder / "one.tar")
-    alone = features(folder, "alone", SINGLE_PROCESS)
-    assert np.flatnonzero(np.abs(other - alone).max((1, 2)) > 0.01).tolist() == [2, 9]
+    single = features(folder, "alone", SINGLE_PROCESS)
+    assert np.flatnonzero(np.abs(other - single).max((1, 2)) > 0.01).tolist() == [2, 9]
     for rank in (0, 1):
-        assert np.abs(np.load(folder / f"rank{rank}.npy") - alone).max() < 1e-3
+        assert np.abs(np.load(folder / f"rank{rank}.npy") - single).max() < 1e-3
         assert np.abs(np.load(folder / f"rank{rank}-again.npy") - other).max() < 1e-3
     assert len(list((folder / "together").glob("*/*.npy"))) == 3

@@ -37,27 +37,27 @@ class OpenClipModel(torch.nn.Module):
 
 def test_the_zero_shot_classifier_is_open_clips() -> None:
     own, names = make_towers(), IMAGENET_CLASSNAMES[:70]
-    ours = build_classifier(own, names, prompt_set("clip_paper"))
+    actual = build_classifier(own, names, prompt_set("clip_paper"))
     templates = [*OPENAI_IMAGENET_TEMPLATES, lambda name: name]
     tokenizer = SimpleTokenizer(context_length=16, clean="canonicalize")
-    theirs = build_zero_shot_classifier(OpenClipModel(own), tokenizer, names, templates, num_classes_per_batch=7)
-    torch.testing.assert_close(ours, theirs.T, atol=2e-6, rtol=0)
+    expected = build_zero_shot_classifier(OpenClipModel(own), tokenizer, names, templates, num_classes_per_batch=7)
+    torch.testing.assert_close(actual, expected.T, atol=2e-6, rtol=0)
 
 
 def test_a_cached_classifier_belongs_to_its_tower_names_prompts_and_precision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = World(0, 1, torch.device("cpu"))
+    single = World(0, 1, torch.device("cpu"))
     asked = [(["a cat", "a dog"], ["{}"]), (["a dog", "a cat"], ["{}"]), (["a cat", "a dog"], ["one {}", "{}"])]
     for _ in range(2):  # the second time from the folder
         for own in (make_towers(2), make_towers(3)):
             for names, templates in asked:
-                found = classifier_of(own, names, templates, tmp_path, alone)
-                assert torch.equal(found, build_classifier(own, names, templates))
+                actual = classifier_of(own, names, templates, tmp_path, single)
+                assert torch.equal(actual, build_classifier(own, names, templates))
         assert len(list(tmp_path.iterdir())) == 6
     own, (names, templates) = make_towers(2), asked[0]
     with torch.autocast("cpu", torch.bfloat16):
-        half = classifier_of(own, names, templates, tmp_path, alone)
+        half = classifier_of(own, names, templates, tmp_path, single)
     assert not torch.equal(half, build_classifier(own, names, templates))
     assert len(list(tmp_path.iterdir())) == 7
 
@@ -66,7 +66,7 @@ def test_a_cached_classifier_belongs_to_its_tower_names_prompts_and_precision(
 
     monkeypatch.setattr("tasks.lit.zeroshot.write_weights", refuse)  # as in a folder that may only be read
     assert torch.equal(
-        classifier_of(own, names, templates, tmp_path / "locked", alone), build_classifier(own, names, templates)
+        classifier_of(own, names, templates, tmp_path / "locked", single), build_classifier(own, names, templates)
     )
 
 
@@ -113,17 +113,17 @@ def test_recall_is_a_brute_force_loops(levels: int | None, monkeypatch: pytest.M
     texts = images[owner] + torch.randn(45, 4, generator=generator)
     if levels:  # many equal similarities; with one level all are equal, as from a network that knows nothing
         images, texts = ((value > 0).float() * (levels - 1) for value in (images, texts))
-    found = recalls(images, texts, owner)
+    actual = recalls(images, texts, owner)
     for k in (1, 5, 10):
-        assert (found[f"image_to_text@{k}"], found[f"text_to_image@{k}"]) == pytest.approx(
+        assert (actual[f"image_to_text@{k}"], actual[f"text_to_image@{k}"]) == pytest.approx(
             brute_force(images, texts, owner, k)
         )
 
 
 def test_features_that_are_no_numbers_never_score(tmp_path: Path) -> None:
     images = torch.eye(20)
-    found = recalls(images, images * torch.nan, torch.arange(20))
-    assert set(found.values()) == {0.0}
+    actual = recalls(images, images * torch.nan, torch.arange(20))
+    assert set(actual.values()) == {0.0}
     own = make_towers()
     with torch.no_grad():
         own.text.log_temperature.fill_(torch.nan)

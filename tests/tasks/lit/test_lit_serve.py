@@ -51,13 +51,13 @@ def features_of(own: Towers, numbers: list[int]) -> Tensor:
 
 
 def test_labelled_images_come_from_the_requested_columns(own: Towers, network: str, tmp_path: Path) -> None:
-    guesses = (features_of(own, list(range(24))) @ build_classifier(own, CLASSES, ("{}",)).T).argmax(1).tolist()
+    predictions = (features_of(own, list(range(24))) @ build_classifier(own, CLASSES, ("{}",)).T).argmax(1).tolist()
     stored = [{"bytes": png_bytes(number), "path": None} for number in range(24)]
     columns = {
         "image": stored,
         "damaged": [{"bytes": b"no image", "path": None}, *stored[1:]],
-        "guessed": guesses,
-        "other": [(guess + 1) % len(CLASSES) for guess in guesses],
+        "guessed": predictions,
+        "other": [(prediction + 1) % len(CLASSES) for prediction in predictions],
     }
     kinds = {name: Image() if name in ("image", "damaged") else ClassLabel(names=CLASSES) for name in columns}
     (tmp_path / "hub").mkdir()
@@ -98,15 +98,15 @@ def test_labels_are_put_into_the_prompts(own: Towers, network: str, tmp_path: Pa
     (tmp_path / "0.png").write_bytes(png_bytes(0))
     (tmp_path / "templates").write_text("a photo of {}\nmany {}, drawn\n")
     label = ["predict", network, str(tmp_path / "0.png"), "--labels", ",".join(CLASSES), "-k", "2"]
-    found = {}
+    actual = {}
     for name, templates in (("plain", ("{}",)), (str(tmp_path / "templates"), ("a photo of {}", "many {}, drawn"))):
         cosine = (features_of(own, [0]) @ build_classifier(own, CLASSES, templates).T)[0]
         ((entry,),) = (asked(*label, "--prompts", name),)
         values, places = cosine.topk(2)
-        assert [guess["label"] for guess in entry["labels"]] == [CLASSES[place] for place in places]
-        assert [guess["cosine"] for guess in entry["labels"]] == pytest.approx(values.tolist(), abs=1e-5)
-        found[name] = entry["labels"]
-    assert len({str(labels) for labels in found.values()}) == 2
+        assert [prediction["label"] for prediction in entry["labels"]] == [CLASSES[place] for place in places]
+        assert [prediction["cosine"] for prediction in entry["labels"]] == pytest.approx(values.tolist(), abs=1e-5)
+        actual[name] = entry["labels"]
+    assert len({str(labels) for labels in actual.values()}) == 2
 
 
 def test_a_search_leaves_out_the_excluded_images(network: str, tmp_path: Path) -> None:

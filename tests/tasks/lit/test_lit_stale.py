@@ -183,16 +183,16 @@ def test_only_replaced_images_are_re_encoded(
     write_pairs(spare, [OTHER, 4, 5]) if files[0].suffix == ".tar" else spare.write_bytes(png_bytes(OTHER))
     os.utime(spare, (OLDER, OLDER))
     assert spare.stat().st_size == files[0].stat().st_size
-    before = opened(place)
-    old = cached_features(before, plain, tmp_path / "cache", ALONE, QUIET).rows(torch.arange(len(before.labels)))
+    initial = opened(place)
+    old = cached_features(initial, plain, tmp_path / "cache", ALONE, QUIET).rows(torch.arange(len(initial.labels)))
     changed = way(files[1], spare, files)
-    counted, after = Counted(plain), opened(place)
+    counted, final = Counted(plain), opened(place)
     capsys.readouterr()
     for _ in range(2):
-        new = cached_features(after, counted.encoder, tmp_path / "cache", ALONE, QUIET).rows(
-            torch.arange(len(after.labels))
+        new = cached_features(final, counted.encoder, tmp_path / "cache", ALONE, QUIET).rows(
+            torch.arange(len(final.labels))
         )
-        torch.testing.assert_close(new.float(), expected(after, plain), atol=5e-4, rtol=0)
+        torch.testing.assert_close(new.float(), expected(final, plain), atol=5e-4, rtol=0)
     assert ((new - old).abs().amax(1) > 0.01).sum() == counted.images == changed
     assert f"{changed} of {len(new)} images changed since they were encoded" in capsys.readouterr().err
 
@@ -213,9 +213,9 @@ def test_a_hub_data_set_that_is_written_anew_is_compared(plain: ImageEncoder, tm
         return opened(f"hf:{tmp_path}/hub")
 
     all_rows(write(0, 1, 2, 3, 4), plain, tmp_path / "cache")
-    after, counted = write(0, 1, OTHER, 3, 4), Counted(plain)
+    final, counted = write(0, 1, OTHER, 3, 4), Counted(plain)
     torch.testing.assert_close(
-        all_rows(after, counted.encoder, tmp_path / "cache").float(), expected(after, plain), atol=5e-4, rtol=0
+        all_rows(final, counted.encoder, tmp_path / "cache").float(), expected(final, plain), atol=5e-4, rtol=0
     )
     assert counted.images == 1
 
@@ -224,12 +224,12 @@ def test_images_of_which_nothing_is_known_are_compared_every_time(
     plain: ImageEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.lit.captions.stamp_of", lambda status: "")  # as of rows that lie in no file
-    place = write_table_dataset(tmp_path)
-    all_rows(opened(place), plain, tmp_path / "cache")
+    folder = write_table_dataset(tmp_path)
+    all_rows(opened(folder), plain, tmp_path / "cache")
     (tmp_path / "3.png").write_bytes(png_bytes(OTHER))
-    after, counted = opened(place), Counted(plain)
+    final, counted = opened(folder), Counted(plain)
     torch.testing.assert_close(
-        all_rows(after, counted.encoder, tmp_path / "cache").float(), expected(after, plain), atol=5e-4, rtol=0
+        all_rows(final, counted.encoder, tmp_path / "cache").float(), expected(final, plain), atol=5e-4, rtol=0
     )
     assert counted.images == 1
 
@@ -241,11 +241,11 @@ def test_a_copied_folder_is_compared_once_and_not_encoded(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    place = source(tmp_path / "data")
-    original = all_rows(opened(place), plain, tmp_path / "cache")
+    folder = source(tmp_path / "data")
+    original = all_rows(opened(folder), plain, tmp_path / "cache")
     shutil.copytree(tmp_path / "data", tmp_path / "copy", copy_function=shutil.copy)  # all files and dates are new
     shutil.rmtree(tmp_path / "data")
-    counted, data = Counted(plain), opened(place.replace(f"{tmp_path}/data", f"{tmp_path}/copy"))
+    counted, data = Counted(plain), opened(folder.replace(f"{tmp_path}/data", f"{tmp_path}/copy"))
     capsys.readouterr()
     assert torch.equal(all_rows(data, counted.encoder, tmp_path / "cache"), original)
     assert counted.images == 0
@@ -259,8 +259,8 @@ def test_a_copied_folder_is_compared_once_and_not_encoded(
 def test_a_copied_folder_is_compared_with_a_read_only_cache_too(
     plain: ImageEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = write_table_dataset(tmp_path / "data")
-    original = all_rows(opened(place), plain, tmp_path / "cache")
+    folder = write_table_dataset(tmp_path / "data")
+    original = all_rows(opened(folder), plain, tmp_path / "cache")
     for path in files_below(tmp_path / "data"):
         os.utime(path)
 
@@ -269,7 +269,7 @@ def test_a_copied_folder_is_compared_with_a_read_only_cache_too(
 
     monkeypatch.setattr("tasks.lit.cache_write.replace_json", refuse)
     counted = Counted(plain)
-    assert torch.equal(all_rows(opened(place), counted.encoder, tmp_path / "cache"), original)
+    assert torch.equal(all_rows(opened(folder), counted.encoder, tmp_path / "cache"), original)
     assert counted.images == 0
 
 
@@ -279,15 +279,15 @@ def test_a_sample_notices_changes_that_time_stamps_do_not_show(
     monkeypatch.undo()  # samples are taken
     monkeypatch.setattr(cache, "SHARD", 4)
     monkeypatch.setattr("tasks.lit.captions.stamp_of", lambda status: "the same")  # as of a system without inodes
-    place = write_table_dataset(tmp_path)
-    all_rows(opened(place), plain, tmp_path / "cache")
+    folder = write_table_dataset(tmp_path)
+    all_rows(opened(folder), plain, tmp_path / "cache")
     for number in (1, 5):
         (tmp_path / f"{number}.png").write_bytes(png_bytes(OTHER + number))
     monkeypatch.setattr(cache, "SPOT_CHECKS", 3)  # of the images 0, 2, 4
-    all_rows(opened(place), plain, tmp_path / "cache")
+    all_rows(opened(folder), plain, tmp_path / "cache")
     assert "changed" not in capsys.readouterr().err
     monkeypatch.setattr(cache, "SPOT_CHECKS", 6)
-    counted, data = Counted(plain), opened(place)
+    counted, data = Counted(plain), opened(folder)
     new = all_rows(data, counted.encoder, tmp_path / "cache")
     torch.testing.assert_close(new.float(), expected(data, plain), atol=5e-4, rtol=0)
     output = " ".join(capsys.readouterr().err.split())
@@ -299,7 +299,7 @@ def test_a_sample_notices_changes_that_time_stamps_do_not_show(
 def test_an_image_replaced_while_it_is_read_counts_as_changed_the_next_time(
     plain: ImageEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = write_table_dataset(tmp_path)
+    folder = write_table_dataset(tmp_path)
 
     def replaced(encoded: Any, where: str, *options: Any) -> Any:
         pixels = decode(encoded, where, *options)
@@ -309,10 +309,10 @@ def test_an_image_replaced_while_it_is_read_counts_as_changed_the_next_time(
 
     with monkeypatch.context() as patch:
         patch.setattr(cache_write, "decode", replaced)
-        all_rows(opened(place), plain, tmp_path / "cache")
-    again = opened(place)
+        all_rows(opened(folder), plain, tmp_path / "cache")
+    second = opened(folder)
     torch.testing.assert_close(
-        all_rows(again, plain, tmp_path / "cache").float(), expected(again, plain), atol=5e-4, rtol=0
+        all_rows(second, plain, tmp_path / "cache").float(), expected(second, plain), atol=5e-4, rtol=0
     )
 
 
@@ -322,8 +322,8 @@ def test_images_become_unreadable_and_readable_again(plain: ImageEncoder, tmp_pa
     (tmp_path / "3.png").write_bytes(bytes(len(png_bytes(3))))
     with pytest.raises(DataError, match=r"3.png: not a readable image"):
         all_rows(opened(place), plain, tmp_path / "cache")
-    found = cached_features(opened(place), skipping, tmp_path / "cache", ALONE, QUIET)
-    assert (found.bad, found.rows(torch.tensor([3])).abs().sum().item()) == ([3], 0)
+    actual = cached_features(opened(place), skipping, tmp_path / "cache", ALONE, QUIET)
+    assert (actual.bad, actual.rows(torch.tensor([3])).abs().sum().item()) == ([3], 0)
     (tmp_path / "3.png").write_bytes(png_bytes(3))
     counted = Counted(plain)
     assert torch.equal(all_rows(opened(place), counted.encoder, tmp_path / "cache"), original)
@@ -333,20 +333,20 @@ def test_images_become_unreadable_and_readable_again(plain: ImageEncoder, tmp_pa
 def test_only_differences_of_a_finished_shard_stay_in_memory(
     plain: ImageEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, plan = list[Sequence[cache.ShardState | None]](), cache._plan
+    observed, plan = list[Sequence[cache.ShardState | None]](), cache._plan
 
-    def watched(shards: Any, finished: Sequence[cache.ShardState | None], *rest: Any) -> cache.Plan:
-        seen.append(finished)
-        return plan(shards, finished, *rest)
+    def watched(shards: Any, finished: Sequence[cache.ShardState | None], *remaining: Any) -> cache.Plan:
+        observed.append(finished)
+        return plan(shards, finished, *remaining)
 
     monkeypatch.setattr(cache, "_plan", watched)
-    place = class_folders(tmp_path / "photos")
+    folder = class_folders(tmp_path / "photos")
     for _ in range(2):
-        cached_features(opened(place), plain, tmp_path / "cache", ALONE, QUIET)
-    data = opened(place)
-    whole = [cache.ShardState({}, [])] * -(-len(data.captions) // 4)
-    assert (seen[0], seen[1]) == ([None] * len(whole), whole)
+        cached_features(opened(folder), plain, tmp_path / "cache", ALONE, QUIET)
+    data = opened(folder)
+    full = [cache.ShardState({}, [])] * -(-len(data.captions) // 4)
+    assert (observed[0], observed[1]) == ([None] * len(full), full)
     os.utime(data.root / data.key(1))  # type: ignore[attr-defined]
-    data = opened(place)
+    data = opened(folder)
     cached_features(data, plain, tmp_path / "cache", ALONE, QUIET)
-    assert seen[2] == [cache.ShardState({1: data.stamps[1]}, []), *whole[1:]]
+    assert observed[2] == [cache.ShardState({1: data.stamps[1]}, []), *full[1:]]

@@ -81,12 +81,12 @@ class Reached:
 
 def reached(config: LitConfig, path: Path, monkeypatch: pytest.MonkeyPatch) -> Reached:
     """Run `dpn lit train` up to its training."""
-    found: list[Reached] = []
+    actual: list[Reached] = []
 
     def fit(model: nn.Module, job: TrainJob) -> None:
         visits = job.batches(0)
         assert isinstance(model, TextTower)
-        found.append(Reached(model, next(visits), next(visits), job))
+        actual.append(Reached(model, next(visits), next(visits), job))
         visits.close()
         raise ReachedError
 
@@ -94,7 +94,7 @@ def reached(config: LitConfig, path: Path, monkeypatch: pytest.MonkeyPatch) -> R
         patched.setattr(engine, "fit", fit)
         with pytest.raises(ReachedError):
             train_lit(config, path)
-    return found[0]
+    return actual[0]
 
 
 def by_hand(tower: Backbone, numbers: Sequence[int]) -> Tensor:
@@ -112,10 +112,10 @@ def test_a_training_sees_the_chosen_towers_features_in_the_seeds_order(
     backbone: dict[str, Any], use_cache: bool, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = {"backbone": backbone, "cache": {"use": use_cache}, "seed": 3}
-    found = reached(config_of(pairs, **changes), tmp_path / "run", monkeypatch)
+    actual = reached(config_of(pairs, **changes), tmp_path / "run", monkeypatch)
     options = {"stem": "dpn", "pool": "gap", **backbone}
     tower = load_backbone("mu/8", image_size=16, seed=3, **options)
-    for step, batch in enumerate((found.first, found.second)):
+    for step, batch in enumerate((actual.first, actual.second)):
         rows = rows_of_step(12, 4, 3, step).tolist()
         torch.testing.assert_close(batch["image"].float(), by_hand(tower, rows), atol=1e-3, rtol=0)
         texts = SimpleTokenizer(context_length=12, clean="canonicalize")([caption_of(row) for row in rows])
@@ -126,9 +126,9 @@ def test_the_checkpoints_weights_are_the_towers(pairs: Path, tmp_path: Path, mon
     tower = load_backbone("mu/8", image_size=16, seed=9)
     export_backbone(tower, tmp_path / "tower.safetensors")
     backbone = {"arch": None, "pool": None, "checkpoint": str(tmp_path / "tower.safetensors")}
-    found = reached(config_of(pairs, backbone=backbone), tmp_path / "run", monkeypatch)
+    actual = reached(config_of(pairs, backbone=backbone), tmp_path / "run", monkeypatch)
     rows = rows_of_step(12, 4, 0, 0).tolist()
-    torch.testing.assert_close(found.first["image"].float(), by_hand(tower, rows), atol=1e-3, rtol=0)
+    torch.testing.assert_close(actual.first["image"].float(), by_hand(tower, rows), atol=1e-3, rtol=0)
 
 
 def test_the_configs_values_reach_the_training(pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,50 +143,50 @@ def test_the_configs_values_reach_the_training(pairs: Path, tmp_path: Path, monk
         "text": {"size": "nano", "context": 5, "clean": "whitespace", "grad_checkpointing": True},
     }
     config = config_of(pairs, **changes)
-    found = reached(config, tmp_path / "run", monkeypatch)
-    job = found.job
+    actual = reached(config, tmp_path / "run", monkeypatch)
+    job = actual.job
     assert (job.optim, job.schedule, job.runtime) == (config.optim, config.schedule, config.runtime)
     assert (job.lr, job.batch_size, job.seed, job.ema_decay) == (0.25, 4, 5, None)
     assert (config.optim.weight_decay, config.schedule.steps) == (0.125, 9)
     assert isinstance(job.loss_fn, ContrastiveLoss)
     assert job.loss_fn.kind == "siglip"
-    assert found.text.bias is not None
-    assert found.text.bias.item() == -3
-    assert found.text.log_temperature.exp().item() == pytest.approx(7)
-    assert found.text.transformer.transformer.grad_checkpointing
+    assert actual.text.bias is not None
+    assert actual.text.bias.item() == -3
+    assert actual.text.log_temperature.exp().item() == pytest.approx(7)
+    assert actual.text.transformer.transformer.grad_checkpointing
     by_seed = [TextTower(SIZES["nano"], 49408, 5, 32, 7.0, -3.0, seed).state_dict() for seed in (5, 0)]
-    assert all(torch.equal(value, by_seed[0][name]) for name, value in found.text.state_dict().items())
-    assert not all(torch.equal(value, by_seed[1][name]) for name, value in found.text.state_dict().items())
+    assert all(torch.equal(value, by_seed[0][name]) for name, value in actual.text.state_dict().items())
+    assert not all(torch.equal(value, by_seed[1][name]) for name, value in actual.text.state_dict().items())
     rows = rows_of_step(12, 4, 5, 0).tolist()
     texts = SimpleTokenizer(context_length=5, clean="whitespace")([caption_of(row) for row in rows])
-    assert torch.equal(found.first["tokens"], texts)
+    assert torch.equal(actual.first["tokens"], texts)
 
 
 def test_training_views_come_from_the_cache_for_every_seed(
     pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(pairs, seed=3, cache={"views": 4})
-    found = reached(config, tmp_path / "run", monkeypatch)
+    actual = reached(config, tmp_path / "run", monkeypatch)
     encoder = image_encoder(load_tower(config, ALONE), Runtime(workers=0), ALONE, views=4)
-    split, drawn = open_split(CaptionSource(str(pairs)), "train"), set()
-    for step, batch in enumerate((found.first, found.second)):
+    split, sample = open_split(CaptionSource(str(pairs)), "train"), set()
+    for step, batch in enumerate((actual.first, actual.second)):
         for row, feature in zip(rows_of_step(12, 4, 3, step).tolist(), batch["image"].float(), strict=True):
             views = encoder.encode_views(resize(split.pixels(row), encoder.read_size)[None], [row])[0]
             near = [view for view in range(4) if torch.allclose(feature, views[view], atol=1e-3, rtol=0)]
             assert near
-            drawn.update(near)
-    assert len(drawn) > 1
+            sample.update(near)
+    assert len(sample) > 1
 
 
 def test_views_depend_on_the_image_and_not_on_its_batch(
     pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder = image_encoder(load_tower(config_of(pairs), ALONE), Runtime(workers=0), ALONE, views=3, seed=1)
-    split, found = open_split(CaptionSource(str(pairs)), "train"), []
+    split, actual = open_split(CaptionSource(str(pairs)), "train"), []
     for batch in (2, 5):
         monkeypatch.setattr(cache, "BATCH", batch)
-        found.append(cached_features(split, encoder, tmp_path / str(batch), ALONE, QUIET).shards[0])
-    assert np.abs(found[0] - found[1]).max() < 1e-3
+        actual.append(cached_features(split, encoder, tmp_path / str(batch), ALONE, QUIET).shards[0])
+    assert np.abs(actual[0] - actual[1]).max() < 1e-3
     image = torch.randint(256, (1, 3, *encoder.read_size), dtype=torch.uint8)
     together = views_of(image.repeat(3, 1, 1, 1), [7, 7, 8], encoder)
     assert torch.equal(together[:3], together[3:6])
@@ -201,12 +201,14 @@ def test_the_view_reports_nothing_of_the_caption(tmp_path: Path) -> None:
     features = Features([np.arange(16, dtype=np.float16).reshape(8, 2, 1)], ())
     visits = cached_batches(features, torch.arange(8), texts, 8, 0, ALONE)(0)
     captions = {tuple(row): number for number, row in enumerate(texts.tokens.tolist())}
-    seen: set[tuple[int, int]] = set()
+    observed: set[tuple[int, int]] = set()
     for _ in range(30):
         batch = next(visits)
         tokens = [captions[tuple(row)] for row in batch["tokens"].tolist()]
-        seen.update(zip(batch["image"][:, 0].int().tolist(), tokens, strict=True))
-    assert seen == {(2 * image + view, 2 * image + text) for image in range(8) for view in (0, 1) for text in (0, 1)}
+        observed.update(zip(batch["image"][:, 0].int().tolist(), tokens, strict=True))
+    assert observed == {
+        (2 * image + view, 2 * image + text) for image in range(8) for view in (0, 1) for text in (0, 1)
+    }
 
 
 def test_views_and_captions_are_drawn_by_the_seed(tmp_path: Path) -> None:
@@ -215,13 +217,13 @@ def test_views_and_captions_are_drawn_by_the_seed(tmp_path: Path) -> None:
     files.add(name, [f"caption {letter}" for letter in "abcdefgh"], "here")
     texts = tokenize(files, Tokenizer(8, "whitespace"))
     features = Features([np.arange(8, dtype=np.float16).reshape(1, 8, 1)], ())
-    drawn: list[list[list[int]]] = []
+    sample: list[list[list[int]]] = []
     for seed in (5, 5, 6):
         visits = cached_batches(features, torch.arange(1), texts, 1, seed, ALONE)(0)
         batches = [next(visits) for _ in range(20)]
-        drawn.append([[*batch["image"][0].int().tolist(), *batch["tokens"][0].tolist()] for batch in batches])
-    assert drawn[0] == drawn[1]
-    views, captions = ([[row[part] for row in rows] for rows in drawn] for part in (slice(1), slice(1, None)))
+        sample.append([[*batch["image"][0].int().tolist(), *batch["tokens"][0].tolist()] for batch in batches])
+    assert sample[0] == sample[1]
+    views, captions = ([[row[part] for row in rows] for rows in sample] for part in (slice(1), slice(1, None)))
     assert views[0] != views[2]
     assert captions[0] != captions[2]
 
@@ -235,8 +237,8 @@ def test_cuts_without_a_cache_are_of_the_seed_and_the_images_of_one_batch_differ
     encoder = replace(encoder, encode=lambda images: images.flatten(1).float())
     texts = tokenize(files, Tokenizer(8, "lower"))
     visits = [next(encoded_batches(files, encoder, texts, 4, seed, ALONE, steps=1, micro=4)(0)) for seed in (5, 5, 6)]
-    same, again, other = (visit["image"] for visit in visits)
-    assert torch.equal(same, again)
+    same, second, other = (visit["image"] for visit in visits)
+    assert torch.equal(same, second)
     assert not torch.equal(same, other)
     assert len({image.numpy().tobytes() for image in same}) > 1
 
@@ -259,14 +261,14 @@ def test_retrieval_is_scored_on_the_held_out_pairs(views: int, pairs: Path, tmp_
 def test_unreadable_images_are_not_trained_on_and_the_others_keep_their_captions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = write_colour_pairs(tmp_path, range(12))
+    folder = write_colour_pairs(tmp_path, range(12))
     (tmp_path / "0.png").write_bytes(b"no image")
-    config = config_of(place, data={"skip_bad_images": True}, batch_size=11)
-    found = reached(config, tmp_path / "run", monkeypatch)
-    assert found.first["image"].float().norm(dim=-1).min() > 0.9
+    config = config_of(folder, data={"skip_bad_images": True}, batch_size=11)
+    actual = reached(config, tmp_path / "run", monkeypatch)
+    assert actual.first["image"].float().norm(dim=-1).min() > 0.9
     texts = SimpleTokenizer(context_length=12, clean="canonicalize")([caption_of(number) for number in range(1, 12)])
     features = by_hand(load_tower(config, ALONE), range(1, 12))
-    for feature, tokens in zip(found.first["image"].float(), found.first["tokens"], strict=True):
+    for feature, tokens in zip(actual.first["image"].float(), actual.first["tokens"], strict=True):
         number = int((features @ feature).argmax())
         assert torch.equal(tokens, texts[number])
 
@@ -320,14 +322,14 @@ def test_a_run_continues_with_its_own_held_out_pairs_only(pairs: Path, tmp_path:
 
 
 def test_a_run_continues_with_its_own_image_tower_only(pairs: Path, tmp_path: Path) -> None:
-    place = tmp_path / "tower.safetensors"
-    config = config_of(pairs, backbone={"arch": None, "pool": None, "checkpoint": str(place)})
-    export_backbone(load_backbone("mu/8", image_size=16, seed=1), place)
+    folder = tmp_path / "tower.safetensors"
+    config = config_of(pairs, backbone={"arch": None, "pool": None, "checkpoint": str(folder)})
+    export_backbone(load_backbone("mu/8", image_size=16, seed=1), folder)
     train_lit(config, tmp_path / "run")
     (tmp_path / "run" / "result.json").unlink()
-    content = place.read_bytes()
-    export_backbone(load_backbone("mu/8", image_size=16, seed=2), place)
+    content = folder.read_bytes()
+    export_backbone(load_backbone("mu/8", image_size=16, seed=2), folder)
     with pytest.raises(DataError, match="the image tower's weights have changed since this run started"):
         train_lit(config, tmp_path / "run", resume=True)
-    place.write_bytes(content)
+    folder.write_bytes(content)
     assert train_lit(config, tmp_path / "run", resume=True)["retrieval"]["images"] == 12

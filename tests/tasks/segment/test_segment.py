@@ -69,13 +69,13 @@ def finished(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 
 def test_every_mode_with_one_number_per_pixel_is_read(own: Path) -> None:
     place = own / "annotations" / "validation" / "0000.png"
-    before = FolderPairs(own, "validation").load(0)[1]
-    palette = Image.fromarray(before)
+    initial = FolderPairs(own, "validation").load(0)[1]
+    palette = Image.fromarray(initial)
     palette.putpalette([value for index in range(256) for value in color_of(index)])
     palette.save(place)
-    assert np.array_equal(FolderPairs(own, "validation").load(0)[1], before)
-    Image.fromarray(before.astype(np.uint16)).save(place)
-    assert np.array_equal(FolderPairs(own, "validation").load(0)[1], before)
+    assert np.array_equal(FolderPairs(own, "validation").load(0)[1], initial)
+    Image.fromarray(initial.astype(np.uint16)).save(place)
+    assert np.array_equal(FolderPairs(own, "validation").load(0)[1], initial)
 
 
 def test_images_are_segmented_and_the_result_is_described(finished: tuple[Path, dict[str, Any]]) -> None:
@@ -118,10 +118,10 @@ def test_a_stopped_run_ends_with_the_weights_of_an_unbroken_one(
     with pytest.raises(StoppedError):
         train_segment(config, tmp_path / "broken")
     monkeypatch.undo()
-    again = config.model_copy(update={"runtime": config.runtime.model_copy(update={"workers": 1})})
-    train_segment(again, tmp_path / "broken", resume=True)
-    whole, broken = (load_file(tmp_path / name / "weights.safetensors") for name in ("whole", "broken"))
-    assert all(torch.equal(value, broken[name]) for name, value in whole.items())
+    second = config.model_copy(update={"runtime": config.runtime.model_copy(update={"workers": 1})})
+    train_segment(second, tmp_path / "broken", resume=True)
+    full, broken = (load_file(tmp_path / name / "weights.safetensors") for name in ("whole", "broken"))
+    assert all(torch.equal(value, broken[name]) for name, value in full.items())
     other = segment_config(shapes, data={"fraction": 0.5}, **common)
     with pytest.raises(DpnError, match="data.fraction: 1.0 there, 0.5 now"):
         train_segment(other, tmp_path / "broken", resume=True)
@@ -154,19 +154,19 @@ def test_the_commands_after_a_run_work(finished: tuple[Path, dict[str, Any]], sh
     report = json.loads(scored.stdout)
     assert report["miou"] == pytest.approx(result["miou"])
     assert (tmp_path / "report" / "per_class.csv").is_file()
-    whole = json.loads(run_dpn("segment", "eval", str(path), "--mode", "whole", "--json", "-q", "-j", "0").stdout)
-    assert whole["miou"] == pytest.approx(result["miou"], abs=1)  # the scenes have the window's size
+    full = json.loads(run_dpn("segment", "eval", str(path), "--mode", "whole", "--json", "-q", "-j", "0").stdout)
+    assert full["miou"] == pytest.approx(result["miou"], abs=1)  # the scenes have the window's size
     image = shapes / "images" / "validation" / "0000.jpg"
-    guessed = json.loads(
+    predicted = json.loads(
         run_dpn("segment", "predict", str(path), str(image), "-o", str(tmp_path / "out"), "--json").stdout
     )
-    labels = opened(guessed[0]["labels"])
-    shares = {score["value"]: score["share"] for score in guessed[0]["classes"]}
+    labels = opened(predicted[0]["labels"])
+    shares = {score["value"]: score["share"] for score in predicted[0]["classes"]}
     assert {int(value) for value in np.unique(np.asarray(labels))} == set(shares) <= {1, 2, 3, 4, 5}
     assert sum(shares.values()) == pytest.approx(1)
     assert labels.mode == "P"
-    assert opened(guessed[0]["overlay"]).size == (64, 64)
-    assert opened(guessed[0]["legend"]).width > 64
+    assert opened(predicted[0]["overlay"]).size == (64, 64)
+    assert opened(predicted[0]["legend"]).width > 64
 
 
 def test_a_long_image_is_cut_into_windows_of_bounded_number(
@@ -183,24 +183,24 @@ def test_a_long_image_is_cut_into_windows_of_bounded_number(
     assert opened(json.loads(result.stdout)[0]["labels"]).size == (40, 10_000)
 
 
-def _spoil(root: Path, how: str, split: str = "training") -> None:
+def _spoil(root: Path, mode: str, split: str = "training") -> None:
     image, mask = root / "images" / split / "0000.jpg", root / "annotations" / split / "0000.png"
     raw = np.asarray(opened(mask)).copy()
-    if how == "size":
+    if mode == "size":
         Image.fromarray(raw[:32]).save(mask)
-    elif how == "rgb":
+    elif mode == "rgb":
         opened(mask).convert("RGB").save(mask)
-    elif how == "missing":
+    elif mode == "missing":
         mask.unlink()
-    elif how == "alone":
+    elif mode == "alone":
         image.unlink()
-    elif how == "damaged":
+    elif mode == "damaged":
         mask.write_bytes(b"not an image")
-    elif how == "ignored":
+    elif mode == "ignored":
         for path in (root / "annotations" / split).iterdir():
             Image.fromarray(raw * 0).save(path)
     else:
-        raw[0, 0] = int(how)
+        raw[0, 0] = int(mode)
         Image.fromarray(raw).save(mask)
 
 
@@ -330,8 +330,8 @@ def test_a_hub_data_set_gives_the_same_pairs(shapes: Path, tmp_path: Path) -> No
     hub = HubPairs(f"hf:{tmp_path / 'hub'}", "val", None, None)
     assert len(hub) == len(folder)
     assert list(hub.sizes) == list(folder.sizes)
-    for ours, theirs in zip(hub.load(3), folder.load(3), strict=True):
-        assert np.array_equal(ours, theirs)
+    for actual, expected in zip(hub.load(3), folder.load(3), strict=True):
+        assert np.array_equal(actual, expected)
     with pytest.raises(DataError, match="name them with --image-column and --mask-column"):
         HubPairs(f"hf:{tmp_path / 'hub'}", "val", None, "nothing")
     config = segment_config(
@@ -355,8 +355,8 @@ def _rank(rank: int, size: int, folder: str, shapes: str) -> None:
         segmenter.network.eval()
         scores = evaluate(segmenter, data, config, world)
         weights = {name: value.double().sum().item() for name, value in segmenter.network.state_dict().items()}
-        found = {"weights": weights, "confusion": scores.confusion.tolist()}
-        (Path(folder) / f"{rank}-of-{size}{'-in-parts' if shard else ''}.json").write_text(json.dumps(found))
+        actual = {"weights": weights, "confusion": scores.confusion.tolist()}
+        (Path(folder) / f"{rank}-of-{size}{'-in-parts' if shard else ''}.json").write_text(json.dumps(actual))
     if size > 1:
         dist.barrier()
         dist.destroy_process_group()
@@ -366,12 +366,12 @@ def test_two_ranks_train_and_score_as_one(shapes: Path, tmp_path: Path) -> None:
     run_processes(_rank, 2, str(tmp_path), str(shapes))
     _rank(0, 1, str(tmp_path), str(shapes))
     names = ("0-of-1", "0-of-2", "1-of-2", "0-of-2-in-parts", "1-of-2-in-parts")
-    alone, *ranks = (json.loads((tmp_path / f"{name}.json").read_text()) for name in names)
+    single, *ranks = (json.loads((tmp_path / f"{name}.json").read_text()) for name in names)
     for rank in ranks:
-        assert rank["weights"] == pytest.approx(alone["weights"], rel=1e-4, abs=1e-4)
+        assert rank["weights"] == pytest.approx(single["weights"], rel=1e-4, abs=1e-4)
         assert rank["confusion"] == ranks[0]["confusion"]
-    assert np.abs(np.array(ranks[0]["confusion"]) - alone["confusion"]).sum() <= 40  # pixels on an edge
-    assert np.sum(ranks[0]["confusion"]) == np.sum(alone["confusion"]) == 10 * 64 * 64
+    assert np.abs(np.array(ranks[0]["confusion"]) - single["confusion"]).sum() <= 40  # pixels on an edge
+    assert np.sum(ranks[0]["confusion"]) == np.sum(single["confusion"]) == 10 * 64 * 64
 
 
 def test_a_dry_run_leaves_nothing(shapes: Path, tmp_path: Path) -> None:

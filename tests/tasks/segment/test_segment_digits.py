@@ -98,8 +98,8 @@ def bare(root: Path, stem: str) -> float:
         schedule.step()
     images, masks = read(root, "validation")
     with torch.inference_mode():
-        found = logits(F.interpolate(images, (CROP, CROP), mode="bilinear"), CELLS * SIDE).argmax(1)
-    return 100 * multiclass_jaccard_index(found, masks, CLASSES).item()
+        actual = logits(F.interpolate(images, (CROP, CROP), mode="bilinear"), CELLS * SIDE).argmax(1)
+    return 100 * multiclass_jaccard_index(actual, masks, CLASSES).item()
 
 
 def folder(root: Path, output: Path, *arguments: str) -> tuple[dict[str, Any], str]:
@@ -114,22 +114,22 @@ def folder(root: Path, output: Path, *arguments: str) -> tuple[dict[str, Any], s
 @pytest.mark.parametrize("stem", ["none", "dpn"])
 def test_the_defaults_are_as_good_as_a_bare_loop(stem: str, sheets: Path, tmp_path: Path) -> None:
     length = ["--image-size", str(CROP), "--steps", str(STEPS), "-b", str(BATCH), "--lr", str(LR)]
-    result, said = folder(sheets, tmp_path / "run", "--stem", stem, *length)
+    result, message = folder(sheets, tmp_path / "run", "--stem", stem, *length)
     expected = bare(sheets, stem)
     assert expected > 60
     assert result["miou"] > expected - 3
-    assert "warning" not in said
-    assert f"weights: {tmp_path / 'run' / 'weights.safetensors'}" in said.replace("\n", "")
+    assert "warning" not in message
+    assert f"weights: {tmp_path / 'run' / 'weights.safetensors'}" in message.replace("\n", "")
 
 
 def test_a_training_that_learns_nothing_is_reported(sheets: Path, tmp_path: Path) -> None:
     """A network whose crops see little of a sheet, and that one step at next to no learning rate does not train."""
     size = ["--image-size", "16", "--set", "data.scale=[96,96]", "--set", "head_init=zero", "--freeze", "backbone"]
-    result, said = folder(sheets, tmp_path / "run", *size, "--steps", "1", "--lr", "1e-9", "-q")
+    result, message = folder(sheets, tmp_path / "run", *size, "--steps", "1", "--lr", "1e-9", "-q")
     assert result["miou"] <= result["majority_miou"]
-    before, after = said.replace("\n", " ").split("warning: ")[1:]
-    assert "crops of 16x16 cover 2.8 % of the images, which are cropped at 96x96" in before
-    assert f"NOTHING LEARNT: validation mIoU {result['miou']:.2f} % is not above calling every pixel the most" in after
+    initial, final = message.replace("\n", " ").split("warning: ")[1:]
+    assert "crops of 16x16 cover 2.8 % of the images, which are cropped at 96x96" in initial
+    assert f"NOTHING LEARNT: validation mIoU {result['miou']:.2f} % is not above calling every pixel the most" in final
 
 
 def test_crops_are_compared_with_images_as_they_are_resized() -> None:

@@ -74,22 +74,22 @@ def test_a_demo_segmenter_has_the_demos_classes_on_other_data_too(place: Path) -
 
 
 def test_a_run_is_scored_as_the_command_says(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[WindowPlan] = []
+    observed: list[WindowPlan] = []
 
     def score(*arguments: Any, **_: Any) -> SegmentScores:
-        seen.append(arguments[3])
+        observed.append(arguments[3])
         return SegmentScores(torch.eye(5, dtype=torch.int64), 3)
 
     monkeypatch.setattr("tasks.segment.evaluate.score", score)
     command = ["segment", "eval", str(place / "run"), "--data", str(place / "data"), "--json", "-q"]
     run_dpn(*command)
     run_dpn(*command, "--stride", "9", "--size", "native", "--multi-scale")
-    whole = json.loads(run_dpn(*command, "--mode", "whole").stdout)
-    assert (whole["evaluation"]["mode"], whole["miou"]) == ("whole", 100)
+    full = json.loads(run_dpn(*command, "--mode", "whole").stdout)
+    assert (full["evaluation"]["mode"], full["miou"]) == ("whole", 100)
     plain = WindowPlan(64, 42, (256, 64))
     scales = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)  # Segmenter's
     many = replace(plain, stride=9, native=True, ratios=scales, flip=True)
-    assert seen == [plain, many, replace(plain, stride=None)]
+    assert observed == [plain, many, replace(plain, stride=None)]
 
 
 def enlarged(split: Path) -> None:
@@ -127,37 +127,37 @@ def test_both_sizes_are_scored_if_that_costs_one_more_pass(place: Path) -> None:
 
 def test_rescoring_a_run_gives_the_score_after_its_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     enlarged(write_scenes(tmp_path / "data", {"training": 8, "validation": 2}))
-    seen: list[WindowPlan] = []
+    observed: list[WindowPlan] = []
 
     def scored(*arguments: Any, **options: Any) -> SegmentScores:
-        seen.append(arguments[3])
+        observed.append(arguments[3])
         return score(*arguments, **options)
 
     monkeypatch.setattr("tasks.segment.evaluate.score", scored)
     way = {"size": "native", "stride": 50, "scales": [0.5, 1.0], "flip": True, "batch_size": 3}
     result = train_segment(segment_config(tmp_path / "data", schedule={"steps": 1}, evaluation=way), tmp_path / "run")
-    again = json.loads(run_dpn("segment", "eval", str(tmp_path / "run"), "--json", "-q", "-j", "0").stdout)
-    assert seen == [WindowPlan(64, 50, (256, 64), native=True, ratios=(0.5, 1.0), flip=True, batch_size=3)] * 2
-    assert again["evaluation"] == result["evaluation"] == {**way, "mode": "slide"}
-    assert again["miou"] == result["miou"]
-    whole = segment_config(tmp_path / "data", schedule={"steps": 1}, evaluation={"mode": "whole"})
-    train_segment(whole, tmp_path / "whole")
+    second = json.loads(run_dpn("segment", "eval", str(tmp_path / "run"), "--json", "-q", "-j", "0").stdout)
+    assert observed == [WindowPlan(64, 50, (256, 64), native=True, ratios=(0.5, 1.0), flip=True, batch_size=3)] * 2
+    assert second["evaluation"] == result["evaluation"] == {**way, "mode": "slide"}
+    assert second["miou"] == result["miou"]
+    full = segment_config(tmp_path / "data", schedule={"steps": 1}, evaluation={"mode": "whole"})
+    train_segment(full, tmp_path / "whole")
     run_dpn("segment", "eval", str(tmp_path / "whole"), "-q", "-j", "0")
-    assert [plan.stride for plan in seen[2:]] == [None, None]
+    assert [plan.stride for plan in observed[2:]] == [None, None]
 
 
 def test_a_training_is_checked_once_and_scored_at_both_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     enlarged(write_scenes(tmp_path / "data", {"training": 8, "validation": 2}))
-    seen: list[bool] = []
+    observed: list[bool] = []
 
     def scored(*arguments: Any, **options: Any) -> SegmentScores:
-        seen.append(arguments[3].native)
+        observed.append(arguments[3].native)
         return score(*arguments, **options)
 
     monkeypatch.setattr("tasks.segment.evaluate.score", scored)
     settings = {"schedule": {"steps": 2}, "evaluate_every": 1, "evaluation": {"size": "both"}}
     result = train_segment(segment_config(tmp_path / "data", **settings), tmp_path / "run")
-    assert seen == [True, True, True, False]  # steps 1 and 2, then the result
+    assert observed == [True, True, True, False]  # steps 1 and 2, then the result
     assert set(result["resized"]) == {"miou", "pixel_accuracy", "mean_accuracy"}
     assert result["evaluation"]["size"] == "both"
 
@@ -222,9 +222,9 @@ def test_drawn_masks_have_the_classes_colors() -> None:
     colors = np.array([mask_class.color for mask_class in classes])[labels]
     overlay = np.asarray(draw_overlay(pixels, labels, classes))
     assert np.abs(overlay - ((1 - STRENGTH) * pixels + STRENGTH * colors)).max() <= 1
-    drawn = draw_labels(labels, LabelRule(254, 2, 0), classes)
-    assert np.array_equal(np.asarray(drawn), labels + 2)  # the file holds the data set's numbers
-    assert np.array_equal(np.asarray(drawn.convert("RGB")), colors)
+    sample = draw_labels(labels, LabelRule(254, 2, 0), classes)
+    assert np.array_equal(np.asarray(sample), labels + 2)  # the file holds the data set's numbers
+    assert np.array_equal(np.asarray(sample.convert("RGB")), colors)
     wide = draw_labels(labels, LabelRule(254, 1000, 0), classes)
     assert np.array_equal(np.asarray(wide), labels.astype(int) + 1000)
 

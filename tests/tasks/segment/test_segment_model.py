@@ -85,8 +85,8 @@ def test_a_network_is_built_as_the_config_says(tmp_path: Path) -> None:
     assert other.vit.mean == tower.mean != vit.mean
     assert not other.final_norm
     assert not any(name.startswith("patch_embed.") for name in trainable(other))
-    again = train.load_network(segment_config("demo", backbone=base, seed=2), 5)
-    assert not torch.equal(head(again.vit).weight, head(other.vit).weight)
+    second = train.load_network(segment_config("demo", backbone=base, seed=2), 5)
+    assert not torch.equal(head(second.vit).weight, head(other.vit).weight)
 
 
 def test_a_fraction_is_trained_on_and_reported() -> None:
@@ -94,9 +94,9 @@ def test_a_fraction_is_trained_on_and_reported() -> None:
     data = train.open_data(config)
     assert (len(data.train), data.whole, len(data.val)) == (250, 1000, 200)
     assert train.passes(config, data) == 1.28
-    said = train.describe_length(config, data)
-    assert f"250 of 1000 (fraction 0.25, list {list_digest(data.train)})" in said
-    assert said.endswith("40 steps of 8: 1.28 passes")
+    message = train.describe_length(config, data)
+    assert f"250 of 1000 (fraction 0.25, list {list_digest(data.train)})" in message
+    assert message.endswith("40 steps of 8: 1.28 passes")
 
 
 class _StopError(Exception):
@@ -108,16 +108,16 @@ def test_examples_are_made_as_the_config_says(monkeypatch: pytest.MonkeyPatch) -
     config = segment_config("demo", augment=augment, data={"scale": [300, 70], "flip": False})
     data = train.open_data(config)
     segmenter = Segmenter(train.load_network(config, 5), data.classes, config.data, config.evaluation, {})
-    seen: list[Any] = []
+    observed: list[Any] = []
 
     def batches(*arguments: Any, **_: Any) -> None:
-        seen.extend(arguments)
+        observed.extend(arguments)
         raise _StopError
 
     monkeypatch.setattr(train, "segment_batches", batches)
     with pytest.raises(_StopError):
         train.job_of(config, data, segmenter, ALONE, Outputs())
-    assert astuple(seen[2]) == ((64, 64), (300, 70), (0.7, 1.5), 0.6, False, False)
+    assert astuple(observed[2]) == ((64, 64), (300, 70), (0.7, 1.5), 0.6, False, False)
 
 
 def test_every_visit_of_an_image_is_another_example() -> None:
@@ -135,8 +135,8 @@ def test_every_visit_of_an_image_is_another_example() -> None:
 
 def test_the_loss_divides_by_the_labelled_pixels_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dpn_cli.run.distributed.reduce_over_ranks", lambda count: count + 1000)  # another rank's
-    how, rank = SegmentAugmentation((48, 48), (256, 64)), World(0, 2, torch.device("cpu"))
-    batch = next(iter(segment_batches(ScenePairs(0, 4), LabelRule(5, 1, 0), how, 4, 0, rank, workers=0)(0)))
+    mode, rank = SegmentAugmentation((48, 48), (256, 64)), World(0, 2, torch.device("cpu"))
+    batch = next(iter(segment_batches(ScenePairs(0, 4), LabelRule(5, 1, 0), mode, 4, 0, rank, workers=0)(0)))
     assert batch["valid"].tolist() == [((batch["label"] != IGNORE).sum().item() + 1000) / 4] * 2
 
 
@@ -190,7 +190,7 @@ def test_a_segmenter_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
     )
     image = torch.randint(0, 256, (3, 40, 60), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        maps = [label_map(each.network, [image], (40, 60), each.plan()) for each in (saved, loaded)]
+        maps = [label_map(item.network, [image], (40, 60), item.plan()) for item in (saved, loaded)]
     assert torch.equal(*maps)
     assert maps[0].float().std() > 0
 

@@ -79,10 +79,10 @@ def test_encoder_decoder_with_our_weights_gives_our_label_map(segmenter: Segment
     plan = WindowPlan(32, 21, (128, 32))
     for size in ((45, 90), (20, 90)):  # the second is lower than a window
         image, item = sample(*size)
-        found = model.test_step({"inputs": [image.flip(0)], "data_samples": [item]})[0]  # it takes BGR
+        result = model.test_step({"inputs": [image.flip(0)], "data_samples": [item]})[0]  # it takes BGR
         with torch.inference_mode():
-            ours = label_map(segmenter.network, [image], size, plan)
-        assert (found.pred_sem_seg.data[0] == ours).float().mean() > 0.999
+            actual = label_map(segmenter.network, [image], size, plan)
+        assert (result.pred_sem_seg.data[0] == actual).float().mean() > 0.999
 
 
 def test_encoder_decoder_learns_through_our_backbone() -> None:
@@ -136,13 +136,13 @@ def test_labels_and_pairs_match_its_ade20k_data_set(tmp_path: Path) -> None:
         Image.fromarray(np.stack([mask] * 3, -1)).save(tmp_path / "images" / "training" / f"ADE_train_{index:08d}.jpg")
     prefix = {"img_path": "images/training", "seg_map_path": "annotations/training"}
     pipeline = [{"type": "LoadImageFromFile"}, {"type": "LoadAnnotations"}]
-    theirs = ADE20KDataset(data_root=str(tmp_path), data_prefix=prefix, pipeline=pipeline)
-    ours, rule = FolderPairs(tmp_path, "training"), LabelRule(150, 1, 0)
-    assert len(ours) == len(theirs) == 4
-    assert [one.name for one in ade20k()] == [name.strip() for name in theirs.metainfo["classes"]]
-    assert [list(one.color) for one in ade20k()] == theirs.metainfo["palette"]
+    expected = ADE20KDataset(data_root=str(tmp_path), data_prefix=prefix, pipeline=pipeline)
+    actual, rule = FolderPairs(tmp_path, "training"), LabelRule(150, 1, 0)
+    assert len(actual) == len(expected) == 4
+    assert [one.name for one in ade20k()] == [name.strip() for name in expected.metainfo["classes"]]
+    assert [list(one.color) for one in ade20k()] == expected.metainfo["palette"]
     for index in range(4):
-        pixels, mask = ours.load(index)
-        item = theirs[index]
+        pixels, mask = actual.load(index)
+        item = expected[index]
         assert np.array_equal(rule.labels(mask, "here"), item["gt_seg_map"])
         assert np.abs(pixels[..., ::-1].astype(int) - item["img"]).mean() < 1  # another JPEG decoder

@@ -21,12 +21,12 @@ from tasks.segment.page_samples import SIDE, select_extremes
 
 def test_best_median_and_worst_are_different_images() -> None:
     for count in (1, 2, 3, 5, 9, 20):
-        each = [ImageScore(row, float((row * 7) % count)) for row in range(count)]
-        found = select_extremes(each)
-        rows = [member.row for several in found.values() for member in several]
+        item = [ImageScore(row, float((row * 7) % count)) for row in range(count)]
+        actual = select_extremes(item)
+        rows = [member.row for several in actual.values() for member in several]
         assert len(set(rows)) == len(rows) == min(count, 3 * max(1, min(3, count // 3))), count
-        assert found["best"][0].miou == count - 1
-    assert [[one.miou for one in several] for several in found.values()] == [[19, 18, 17], [11, 10, 9], [2, 1, 0]]
+        assert actual["best"][0].miou == count - 1
+    assert [[one.miou for one in several] for several in actual.values()] == [[19, 18, 17], [11, 10, 9], [2, 1, 0]]
 
 
 @pytest.fixture(scope="module")
@@ -46,20 +46,20 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_every_image_has_its_miou_its_confusions_and_its_images(scored: tuple[Path, Path], tmp_path: Path) -> None:
     run, scenes = scored
     with (run / "per_image.csv").open() as file:
-        each = {int(row["row"]): float(row["miou"]) for row in csv.DictReader(file)}
-    assert list(each) == [0, 1, 2]
+        item = {int(row["row"]): float(row["miou"]) for row in csv.DictReader(file)}
+    assert list(item) == [0, 1, 2]
     report = json.loads((run / "samples.json").read_text())
     assert [image["kind"] for image in report["images"]] == ["best", "median", "worst"]
-    assert [one["miou"] for one in report["images"]] == sorted(each.values(), reverse=True)
+    assert [one["miou"] for one in report["images"]] == sorted(item.values(), reverse=True)
     total, names = np.zeros((5, 5), dtype=int), (scenes / "classes.txt").read_text().split()
-    for row, miou in each.items():
-        drawn = {name: pixels_of(run / "samples" / f"{row}.{name}.png") for name in ("truth", "predicted", "errors")}
+    for row, miou in item.items():
+        sample = {name: pixels_of(run / "samples" / f"{row}.{name}.png") for name in ("truth", "predicted", "errors")}
         raw = pixels_of(scenes / "annotations" / "validation" / f"{row:04d}.png").astype(int)
         judged = raw > 0
         assert max(raw.shape) <= SIDE  # so that the images have every pixel
-        assert np.array_equal(drawn["truth"], np.where(judged, raw - 1, 255))
-        assert np.array_equal(drawn["errors"], np.where(judged, drawn["predicted"] != drawn["truth"], 2))
-        pairs = drawn["truth"][judged], drawn["predicted"][judged]
+        assert np.array_equal(sample["truth"], np.where(judged, raw - 1, 255))
+        assert np.array_equal(sample["errors"], np.where(judged, sample["predicted"] != sample["truth"], 2))
+        pairs = sample["truth"][judged], sample["predicted"][judged]
         assert miou == pytest.approx(100 * jaccard_score(*pairs, average="macro"))
         total += confusion_matrix(*pairs, labels=range(5))
     html = make_page(tmp_path, run)

@@ -62,32 +62,32 @@ def test_tiles_of_two_matrices_are_the_windows_mean(
     expected = by_hand(network, image, out, 21)
     plan = WindowPlan(32, 21, (128, 32), batch_size=3)
     look = view(network, image, out, plan, flip=False)
-    ours = look.tile(slice(None), slice(None)).permute(2, 0, 1)
-    torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-5)
-    assert torch.equal(label_map(network, [image], out, plan).long(), ours.argmax(0))
+    actual = look.tile(slice(None), slice(None)).permute(2, 0, 1)
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-5)
+    assert torch.equal(label_map(network, [image], out, plan).long(), actual.argmax(0))
 
 
 @torch.inference_mode()
 def test_a_map_larger_than_a_tile_is_put_together(network: LinearSegmenter) -> None:
     image = random_image(40, 60)
-    found = label_map(network, [image], (300, 530), WindowPlan(32, 21, (128, 32)))
+    actual = label_map(network, [image], (300, 530), WindowPlan(32, 21, (128, 32)))
     expected = by_hand(network, image, (300, 530), 21).argmax(0)
-    assert (found.long() == expected).float().mean() > 0.9999
+    assert (actual.long() == expected).float().mean() > 0.9999
 
 
 def test_a_tile_takes_the_logits_near_it_in_an_image_of_any_size() -> None:
     for length, out in ((512, 512), (2048, 2048), (8192, 8192), (2048, 683), (600, 4096)):
-        whole = axis_matrix(512, starts(length, 512, 341), 32, length, out)
-        for matrix in (whole, whole.flip(0)):
+        full = axis_matrix(512, starts(length, 512, 341), 32, length, out)
+        for matrix in (full, full.flip(0)):
             axis = Axis(matrix, torch.device("cpu"))
-            found = torch.zeros_like(matrix)
-            for begin in range(0, out, 256):
-                part, used = axis.part(slice(begin, begin + 256))
-                found[begin : begin + 256, used] = part
+            actual = torch.zeros_like(matrix)
+            for start in range(0, out, 256):
+                part, used = axis.part(slice(start, start + 256))
+                actual[start : start + 256, used] = part
                 pixels = math.ceil(256 * length / out) + 2
                 # Windows that cover any of the pixels: each has all of its 32 patches in the matrix.
                 assert used.stop - used.start <= 32 * math.ceil((pixels + 512) / 341 + 1)
-            assert torch.equal(found, matrix)
+            assert torch.equal(actual, matrix)
 
 
 @torch.inference_mode()
@@ -97,14 +97,14 @@ def test_scales_and_flips_average_probabilities(network: LinearSegmenter) -> Non
     for image in images:
         expected += by_hand(network, image, out, 21).softmax(0)
         expected += by_hand(network, image.flip(-1), out, 21).softmax(0).flip(-1)
-    found = label_map(network, images, out, WindowPlan(32, 21, (128, 32), ratios=(1.0, 1.6), flip=True))
-    assert (found.long() == expected.argmax(0)).float().mean() > 0.999
+    actual = label_map(network, images, out, WindowPlan(32, 21, (128, 32), ratios=(1.0, 1.6), flip=True))
+    assert (actual.long() == expected.argmax(0)).float().mean() > 0.999
 
 
 @torch.inference_mode()
 def test_the_whole_image_goes_through_a_network_of_its_size(network: LinearSegmenter) -> None:
     image, own = random_image(44, 61), network.vit.pos_embed
-    found = label_map(network, [image], (44, 61), WindowPlan(32, None, (128, 32)))
+    actual = label_map(network, [image], (44, 61), WindowPlan(32, None, (128, 32)))
     assert network.vit.pos_embed is own
     large = load_backbone("mu/8", image_size=(48, 64), num_classes=CLASSES)
     table = F.interpolate(own.detach().view(1, 4, 4, -1).permute(0, 3, 1, 2), (6, 8), mode="bilinear")
@@ -112,7 +112,7 @@ def test_the_whole_image_goes_through_a_network_of_its_size(network: LinearSegme
     large.load_state_dict(state)
     x = F.pad(large.normalize(image[None]), (0, 3, 0, 4))
     logits = F.interpolate(LinearSegmenter(large, final_norm=True).eval()(x), (48, 64), mode="bilinear")
-    assert (found.long() == logits[0, :, :44, :61].argmax(0)).float().mean() > 0.999
+    assert (actual.long() == logits[0, :, :44, :61].argmax(0)).float().mean() > 0.999
     assert network(network.vit.normalize(random_image(32, 32))[None]).shape == (1, CLASSES, 4, 4)
 
 
@@ -146,9 +146,9 @@ def test_slide_inference_is_mmsegmentations(network: LinearSegmenter) -> None:
     stand_in = type("Segmentor", (), {})()
     stand_in.test_cfg, stand_in.out_channels = ConfigDict(mode="slide", crop_size=(32, 32), stride=(21, 21)), CLASSES
     stand_in.encode_decode = lambda crop, metas: F.interpolate(network(crop), crop.shape[-2:], mode="bilinear")
-    theirs = EncoderDecoder.slide_inference(stand_in, image, [{}])[0]
+    expected = EncoderDecoder.slide_inference(stand_in, image, [{}])[0]
     look = view(network, random_image(45, 90), (45, 90), WindowPlan(32, 21, (128, 32)), flip=False)
-    torch.testing.assert_close(look.tile(slice(None), slice(None)).permute(2, 0, 1), theirs, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(look.tile(slice(None), slice(None)).permute(2, 0, 1), expected, atol=2e-5, rtol=1e-5)
 
 
 def test_upsampling_is_jaxs(golden: Callable[[str], Arrays]) -> None:
@@ -186,12 +186,12 @@ def test_the_loss_in_strips_is_torchs_own(size: tuple[int, int]) -> None:
     logits = (9 * torch.randn(2, 6, 7, 11, generator=generator)).permute(0, 3, 1, 2).requires_grad_()
     label = torch.randint(0, 12, (2, *size), generator=generator)
     label[label == 11] = IGNORE
-    ours = UpsampledCrossEntropy.apply(logits, label.to(torch.uint8))
-    (gradient,) = torch.autograd.grad(3 * ours, logits)
+    actual = UpsampledCrossEntropy.apply(logits, label.to(torch.uint8))
+    (gradient,) = torch.autograd.grad(3 * actual, logits)
     upsampled = F.interpolate(logits, size, mode="bilinear", align_corners=False)
-    theirs = F.cross_entropy(upsampled, label, ignore_index=IGNORE, reduction="sum")
-    (expected,) = torch.autograd.grad(3 * theirs, logits)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+    their_values = F.cross_entropy(upsampled, label, ignore_index=IGNORE, reduction="sum")
+    (expected,) = torch.autograd.grad(3 * their_values, logits)
+    torch.testing.assert_close(actual, their_values, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -204,14 +204,14 @@ def test_micro_batches_of_sparse_masks_add_up() -> None:
     logits = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(0))
     label = torch.full((4, 8, 8), IGNORE, dtype=torch.uint8)
     label[1, 2, 3] = 2  # a pixel for four images
-    whole = segmentation_loss(logits, {"label": label, "valid": torch.full((4,), 0.25)})
+    full = segmentation_loss(logits, {"label": label, "valid": torch.full((4,), 0.25)})
     upsampled = F.interpolate(logits, (8, 8), mode="bilinear")
-    torch.testing.assert_close(whole, F.cross_entropy(upsampled, label.long(), ignore_index=IGNORE))
+    torch.testing.assert_close(full, F.cross_entropy(upsampled, label.long(), ignore_index=IGNORE))
     parts = [
         segmentation_loss(logits[i : i + 1], {"label": label[i : i + 1], "valid": torch.tensor([0.25])})
         for i in range(4)
     ]
-    torch.testing.assert_close(torch.stack(parts).mean(), whole)
+    torch.testing.assert_close(torch.stack(parts).mean(), full)
 
 
 def test_padding_is_zero_after_normalising(network: LinearSegmenter) -> None:
@@ -225,26 +225,26 @@ def test_padding_is_zero_after_normalising(network: LinearSegmenter) -> None:
 def test_scores_are_scenics(golden: Callable[[str], Arrays]) -> None:
     recorded = golden("segmentation_miou")
     label = torch.from_numpy(recorded["labels"]).to(torch.uint8)
-    found = torch.from_numpy(recorded["pred"])
-    confusion = sum((count_pixels(f, t, CLASSES) for f, t in zip(found, label, strict=True)), torch.zeros(()).long())
+    result = torch.from_numpy(recorded["pred"])
+    confusion = sum((count_pixels(f, t, CLASSES) for f, t in zip(result, label, strict=True)), torch.zeros(()).long())
     scores = SegmentScores(confusion, len(label))
     assert torch.equal(confusion, torch.from_numpy(recorded["confusion_matrix"]).long())
     assert scores.miou / 100 == pytest.approx(recorded["global_mean_iou"].item(), abs=1e-6)
     per_image = recorded["mean_of_per_image_miou"].item()
     assert abs(scores.miou / 100 - per_image) > 1e-3
-    for ours, theirs in zip((scores.iou / 100).tolist(), recorded["iou_per_class"].tolist(), strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-6) or (math.isnan(ours) and theirs == 0)
-    theirs = MulticlassConfusionMatrix(CLASSES, ignore_index=IGNORE)(found, label)
-    assert torch.equal(confusion, theirs)
+    for actual, expected in zip((scores.iou / 100).tolist(), recorded["iou_per_class"].tolist(), strict=True):
+        assert actual == pytest.approx(expected, abs=1e-6) or (math.isnan(actual) and expected == 0)
+    expected = MulticlassConfusionMatrix(CLASSES, ignore_index=IGNORE)(result, label)
+    assert torch.equal(confusion, expected)
 
 
 def test_labels_that_are_left_out_weigh_nothing(golden: Callable[[str], Arrays]) -> None:
     recorded = golden("segmentation_cm_edge")
-    truth, found = torch.from_numpy(recorded["y_true"]), torch.from_numpy(recorded["y_pred"])
+    truth, actual = torch.from_numpy(recorded["y_true"]), torch.from_numpy(recorded["y_pred"])
     # Scenic counts labels beyond the last class to it; here a mask with one never gets this far.
     label = torch.where((truth >= 0) & (truth < IGNORE), truth.clamp(max=3), IGNORE).to(torch.uint8)
-    assert torch.equal(count_pixels(found, label, 4), torch.from_numpy(recorded["cm_numpy"]).long())
-    assert not count_pixels(found, torch.full_like(label, IGNORE), 4).any()
+    assert torch.equal(count_pixels(actual, label, 4), torch.from_numpy(recorded["cm_numpy"]).long())
+    assert not count_pixels(actual, torch.full_like(label, IGNORE), 4).any()
 
 
 def test_scores_are_mmsegmentations() -> None:
@@ -254,21 +254,21 @@ def test_scores_are_mmsegmentations() -> None:
     generator = torch.Generator().manual_seed(0)
     total, results = torch.zeros(9, 9, dtype=torch.int64), []
     for _ in range(4):
-        found = torch.randint(0, 8, (40, 50), generator=generator)
+        result = torch.randint(0, 8, (40, 50), generator=generator)
         label = torch.randint(0, 7, (40, 50), generator=generator)
         label[torch.rand(label.shape, generator=generator) < 0.2] = IGNORE
-        total += count_pixels(found, label.to(torch.uint8), 9)
-        results.append(IoUMetric.intersect_and_union(found, label, 9, IGNORE))
+        total += count_pixels(result, label.to(torch.uint8), 9)
+        results.append(IoUMetric.intersect_and_union(result, label, 9, IGNORE))
     metric = IoUMetric(iou_metrics=["mIoU"])
     metric.dataset_meta = {"classes": [str(i) for i in range(9)]}
-    theirs = metric.compute_metrics(results)
-    ours = SegmentScores(total, 4)
+    expected = metric.compute_metrics(results)
+    actual = SegmentScores(total, 4)
     # mmsegmentation rounds to two digits.
-    assert theirs["mIoU"] == pytest.approx(ours.miou, abs=0.006)
-    assert theirs["aAcc"] == pytest.approx(ours.pixel_accuracy, abs=0.006)
-    assert theirs["mAcc"] == pytest.approx(ours.mean_accuracy, abs=0.006)
+    assert expected["mIoU"] == pytest.approx(actual.miou, abs=0.006)
+    assert expected["aAcc"] == pytest.approx(actual.pixel_accuracy, abs=0.006)
+    assert expected["mAcc"] == pytest.approx(actual.mean_accuracy, abs=0.006)
     exact = IoUMetric.total_area_to_metrics(*(sum(parts) for parts in zip(*results, strict=True)), ["mIoU"])
-    np.testing.assert_allclose(ours.iou.numpy() / 100, exact["IoU"], atol=1e-6)
+    np.testing.assert_allclose(actual.iou.numpy() / 100, exact["IoU"], atol=1e-6)
 
 
 def test_the_table_of_classes_names_every_class() -> None:

@@ -66,13 +66,13 @@ def example(number: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
 def test_an_example_is_mmsegmentations_for_the_same_draws() -> None:
     import_mmseg()
     from mmcv.transforms import RandomFlip, RandomResize
-    from mmseg.datasets import transforms as theirs
+    from mmseg.datasets import transforms as expected
 
     pipeline = [
         RandomResize(scale=(400, 100), ratio_range=(0.5, 2.0), keep_ratio=True),
-        theirs.RandomCrop(crop_size=(100, 100), cat_max_ratio=0.75),
+        expected.RandomCrop(crop_size=(100, 100), cat_max_ratio=0.75),
         RandomFlip(prob=0.5),
-        theirs.PhotoMetricDistortion(),
+        expected.PhotoMetricDistortion(),
     ]
     means = []
     for number in range(40):
@@ -85,7 +85,7 @@ def test_an_example_is_mmsegmentations_for_the_same_draws() -> None:
         }
         item["img_shape"] = pixels.shape[:2]
         draws = {name: getattr(replay, name) for name in ("random_sample", "randint", "uniform", "choice")}
-        with mock.patch.multiple(np.random, **draws), mock.patch.object(theirs.transforms, "random", replay):
+        with mock.patch.multiple(np.random, **draws), mock.patch.object(expected.transforms, "random", replay):
             for transform in pipeline:
                 item = transform(item)
         draw = np.random.default_rng(number).random
@@ -104,9 +104,9 @@ def test_resizing_is_opencvs() -> None:
 
     pixels, labels = example(3)
     for size in ((33, 71), (160, 150), (301, 222)):
-        theirs = cv2.resize(pixels, size[::-1], interpolation=cv2.INTER_LINEAR)
-        ours = resize_image(pixels, size).permute(1, 2, 0).numpy()
-        assert np.abs(ours.astype(int) - theirs).max() <= 1
+        expected = cv2.resize(pixels, size[::-1], interpolation=cv2.INTER_LINEAR)
+        actual = resize_image(pixels, size).permute(1, 2, 0).numpy()
+        assert np.abs(actual.astype(int) - expected).max() <= 1
         box = (5, 7, size[0] - 9, size[1] - 11)
         nearest = cv2.resize(labels, size[::-1], interpolation=cv2.INTER_NEAREST)[5 : size[0] - 4, 7 : size[1] - 4]
         assert np.array_equal(crop_labels(labels, size, box), nearest)
@@ -206,22 +206,22 @@ def test_strips_change_no_pixel(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("factor", [0.5, 0.9, 1.4])
 def test_saturation_matches_the_color_model(factor: float) -> None:
     rgb = torch.randint(0, 256, (3, 1, 200), generator=torch.Generator().manual_seed(0)).float()
-    ours = scale_saturation(rgb, factor)
+    actual = scale_saturation(rgb, factor)
     for place in range(rgb.shape[-1]):
         h, s, v = colorsys.rgb_to_hsv(*(rgb[:, 0, place] / 255).tolist())
         expected = torch.tensor(colorsys.hsv_to_rgb(h, min(1, s * factor), v)) * 255
-        assert (ours[:, 0, place] - expected).abs().max() <= 0.51
+        assert (actual[:, 0, place] - expected).abs().max() <= 0.51
 
 
 @pytest.mark.parametrize("steps", [-18, 0, 17])
 def test_hue_matches_the_color_model(steps: int) -> None:
     rgb = torch.randint(0, 256, (3, 1, 200), generator=torch.Generator().manual_seed(1)).float()
-    ours, exact = shift_hue(rgb, steps), 0
+    actual, exact = shift_hue(rgb, steps), 0
     for place in range(rgb.shape[-1]):
         h, s, v = colorsys.rgb_to_hsv(*(rgb[:, 0, place] / 255).tolist())
         rounded = round(h * 180 + steps) / 180 % 1
         expected = torch.tensor(colorsys.hsv_to_rgb(rounded, s, v)) * 255
-        difference = (ours[:, 0, place] - expected).abs().max()
+        difference = (actual[:, 0, place] - expected).abs().max()
         assert difference <= 0.51 + 255 / 30  # a tie may round to the next step
         exact += int(difference <= 0.51)
     assert exact > 190

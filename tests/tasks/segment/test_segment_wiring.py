@@ -65,15 +65,15 @@ def new_segmenter(data: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def scored(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Replace scoring; gives what each was asked for."""
-    seen: list[dict[str, Any]] = []
+    observed: list[dict[str, Any]] = []
 
     def score(network: Any, pairs: Any, rule: LabelRule, *_: Any, workers: Any, **__: Any) -> SegmentScores:
         bf16 = torch.is_autocast_enabled("cpu")
-        seen.append({"names": list(pairs.names), "rule": rule, "workers": workers, "bf16": bf16})
+        observed.append({"names": list(pairs.names), "rule": rule, "workers": workers, "bf16": bf16})
         return SegmentScores(torch.eye(rule.classes, dtype=torch.int64), len(pairs))
 
     monkeypatch.setattr("tasks.segment.evaluate.score", score)
-    return seen
+    return observed
 
 
 def test_weights_are_the_checkpoints_with_and_without_an_arch(tmp_path: Path) -> None:
@@ -83,8 +83,8 @@ def test_weights_are_the_checkpoints_with_and_without_an_arch(tmp_path: Path) ->
         section = {"arch": arch, "checkpoint": str(tmp_path / "tower.safetensors"), "pool": None}
         vit = training.load_network(segment_config("demo", backbone=section), 5).vit
         for part in ("blocks", "patch_embed", "norm"):
-            ours, theirs = getattr(vit, part).state_dict(), getattr(tower, part).state_dict()
-            assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+            actual, expected = getattr(vit, part).state_dict(), getattr(tower, part).state_dict()
+            assert all(torch.equal(value, expected[name]) for name, value in actual.items())
 
 
 def test_the_networks_options_reach_it() -> None:
@@ -95,9 +95,9 @@ def test_the_networks_options_reach_it() -> None:
 
 
 def test_seeds_differ_in_their_first_weights() -> None:
-    first, again, other = (training.load_network(segment_config("demo", seed=seed), 5).vit for seed in (1, 1, 2))
+    first, second, other = (training.load_network(segment_config("demo", seed=seed), 5).vit for seed in (1, 1, 2))
     for name, value in first.named_parameters():
-        assert torch.equal(value, again.get_parameter(name))
+        assert torch.equal(value, second.get_parameter(name))
     for name in ("patch_embed.proj.weight", "blocks.0.attn.qkv.weight", "head.weight"):
         assert not torch.equal(first.get_parameter(name), other.get_parameter(name))
 
@@ -106,15 +106,15 @@ def test_the_config_decides_batches_and_steps(monkeypatch: pytest.MonkeyPatch) -
     config = segment_config("demo", seed=7, lr=0.123, evaluate_every=20, optim={"weight_decay": 0.5}, batch_size=4)
     data = training.open_data(config)
     segmenter = Segmenter(training.load_network(config, 5), data.classes, config.data, config.evaluation, {})
-    seen: list[Any] = []
+    observed: list[Any] = []
 
     def batches(*arguments: Any, **_: Any) -> Callable[[int], None]:
-        seen.extend(arguments)
+        observed.extend(arguments)
         return lambda start: None
 
     monkeypatch.setattr(training, "segment_batches", batches)
     job = training.job_of(config, data, segmenter, ALONE, Outputs())
-    pairs, rule, _, batch_size, seed, _ = seen
+    pairs, rule, _, batch_size, seed, _ = observed
     assert (pairs, rule, batch_size, seed) == (data.train, data.rule, 4, 7)
     assert (job.seed, job.lr, job.batch_size, job.schedule, job.optim) == (7, 0.123, 4, config.schedule, config.optim)
     assert (job.evaluate_every, job.monitor) == (20, "miou")
@@ -173,17 +173,17 @@ def test_eval_scores_the_validation_images_with_its_own_options(
 
 
 def test_predict_has_its_own_precision(new_segmenter: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
+    observed: list[bool] = []
 
     def label_map(*arguments: Any) -> torch.Tensor:
-        seen.append(torch.is_autocast_enabled("cpu"))
+        observed.append(torch.is_autocast_enabled("cpu"))
         return torch.zeros(arguments[2], dtype=torch.uint8)
 
     monkeypatch.setattr("tasks.segment.predict.label_map", label_map)
     image = str(data / "images" / "validation" / "0000.jpg")
     for precision in ("bf16", "fp32"):
         run_dpn("segment", "predict", str(new_segmenter), image, "-o", str(new_segmenter), "--precision", precision)
-    assert seen == [True, False]
+    assert observed == [True, False]
 
 
 def test_a_loaded_segmenter_drops_nothing(new_segmenter: Path) -> None:
@@ -224,10 +224,10 @@ def test_a_run_has_the_folder_of_its_task_network_and_fraction(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    seen: list[Path] = []
+    observed: list[Path] = []
 
-    def trained(begun: Run[SegmentConfig]) -> dict[str, str]:
-        seen.append(begun.folder.path)
+    def trained(run: Run[SegmentConfig]) -> dict[str, str]:
+        observed.append(run.folder.path)
         return {"task": "none"}
 
     monkeypatch.setattr("tasks.segment.command.train", trained)
@@ -235,7 +235,7 @@ def test_a_run_has_the_folder_of_its_task_network_and_fraction(
         trainer.run(
             segment_config(source, data={"source": source, "fraction": share}), LaunchOptions(), Console(quiet=True)
         )
-    assert [str(path) for path in seen] == [
+    assert [str(path) for path in observed] == [
         "runs/segment_folder/mu-16-dpn",
         "runs/segment_folder/mu-16-dpn-0.5",
         "runs/segment_demo/mu-16-dpn",
@@ -245,17 +245,17 @@ def test_a_run_has_the_folder_of_its_task_network_and_fraction(
 def test_a_dry_run_counts_the_steps_of_the_epochs(
     data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[int] = []
+    calls: list[int] = []
 
-    def rehearsed(begun: Any, opened: Any) -> Cost:
-        asked.append(begun.config.schedule.steps)
+    def rehearsed(run: Any, opened: Any) -> Cost:
+        calls.append(run.config.schedule.steps)
         return Cost(
             name="mu/8 dpn", memory=1, step_seconds=1.0, steps=1, trainings=1, evaluation_seconds=0.0, kept=1, passing=1
         )
 
     monkeypatch.setattr("tasks.segment.command.dry_run_training", rehearsed)
     trainer.run(segment_config(data).model_copy(update={"epochs": 5.0}), LaunchOptions(dry_run=True), Console())
-    assert asked == [5]
+    assert calls == [5]
     assert "5 steps of 8: 5 passes" in capsys.readouterr().err
 
 
@@ -271,5 +271,5 @@ def test_the_demo_starts_from_the_tower_of_its_stem(monkeypatch: pytest.MonkeyPa
     config = segment_config("demo", backbone={"arch": None, "checkpoint": None, "stem": "none"})
     assert config.backbone.checkpoint is None
     for dry_run in (False, True):
-        settled = commands.ADE20K.finalize(config, Console(quiet=True), dry_run)
-        assert settled.backbone.checkpoint == f"tower of none, {not dry_run}"
+        resolved = commands.ADE20K.finalize(config, Console(quiet=True), dry_run)
+        assert resolved.backbone.checkpoint == f"tower of none, {not dry_run}"

@@ -108,8 +108,8 @@ def test_dsprites_bins_32_positions_in_twos_and_40_orientations_in_threes_and_tw
 
 def test_smallnorb_and_others_take_the_label_of_their_name() -> None:
     example = {"label_azimuth": np.int64(17), "label_elevation": np.int64(8), "label": np.int64(4), "label_category": 2}
-    found = [label(example) for label in (sources.smallnorb_azimuth, sources.smallnorb_elevation, sources.class_label)]
-    assert found == [17, 8, 4]
+    actual = [label(example) for label in (sources.smallnorb_azimuth, sources.smallnorb_elevation, sources.class_label)]
+    assert actual == [17, 8, 4]
     by_task = {name: label for source in SOURCES for name, label in source.labels.items()}
     own = {task.name for task in TASKS if task.group != "structured"} | {"dmlab"}
     assert {name for name, label in by_task.items() if label is sources.class_label} == own
@@ -294,21 +294,21 @@ def test_partial_folders_of_a_kill_are_rewritten_and_complete_ones_are_reused(
     )
     assert killed.returncode == -9, killed.stderr
     assert sorted(path.name for path in out.iterdir()) == [".smallnorb_azi.partial", ".smallnorb_ele.partial"]
-    whole = tmp_path / "whole"
-    assert run_dpn("data", "prepare", "vtab", "-o", str(whole), "--tasks", "smallnorb_azi,svhn", "-q").exit_code == 0
+    full = tmp_path / "whole"
+    assert run_dpn("data", "prepare", "vtab", "-o", str(full), "--tasks", "smallnorb_azi,svhn", "-q").exit_code == 0
     assert run_dpn("data", "prepare", "vtab", "-o", str(out), "--tasks", "smallnorb_azi", "-q").exit_code == 0
-    assert digests(out / "smallnorb_azi") == digests(whole / "smallnorb_azi")
+    assert digests(out / "smallnorb_azi") == digests(full / "smallnorb_azi")
 
     def untouched(source: Source, *where: object) -> Stored:
         assert source.builder == "smallnorb"
         return Stored(source)
 
     monkeypatch.setattr(command, "open_builder", untouched)
-    original = {path: path.stat().st_mtime_ns for path in (whole / "smallnorb_azi").rglob("*")}
-    words = ["-o", str(whole), "--tasks", "smallnorb_ele,smallnorb_azi,svhn", "--json", "-q"]
+    original = {path: path.stat().st_mtime_ns for path in (full / "smallnorb_azi").rglob("*")}
+    words = ["-o", str(full), "--tasks", "smallnorb_ele,smallnorb_azi,svhn", "--json", "-q"]
     result = run_dpn("data", "prepare", "vtab", *words)
     assert json.loads(result.stdout)["tasks"] == {"svhn": "kept", "smallnorb_azi": "kept", "smallnorb_ele": "written"}
-    assert original == {path: path.stat().st_mtime_ns for path in (whole / "smallnorb_azi").rglob("*")}
+    assert original == {path: path.stat().st_mtime_ns for path in (full / "smallnorb_azi").rglob("*")}
     assert not list(out.glob(".*ele*"))  # what was left of it is gone
 
 
@@ -407,10 +407,10 @@ def test_the_newest_fitting_version_that_is_prepared_is_read(tmp_path: Path) -> 
     source = next(source for source in SOURCES if source.builder == "sun397/tfds")
     manual = tmp_path / "manual"
     assert builders.find_prepared(source, tmp_path) is None
-    for version, whole in (("4.0.0", True), ("4.10.0", True), ("4.2.0", True), ("4.11.0", False), ("5.0.0", True)):
+    for version, full in (("4.0.0", True), ("4.10.0", True), ("4.2.0", True), ("4.11.0", False), ("5.0.0", True)):
         folder = tmp_path / "sun397" / "tfds" / version
         folder.mkdir(parents=True)
-        if whole:
+        if full:
             (folder / builders.WRITTEN).write_text("{}")
     (tmp_path / "sun397" / "tfds" / "4.0.0.incomplete").mkdir()
     assert builders.find_prepared(source, tmp_path) == tmp_path / "sun397" / "tfds" / "4.10.0"

@@ -94,11 +94,11 @@ def test_the_result_has_the_documented_keys(toy: Callable[..., Json], tmp_path: 
 def test_only_the_chosen_cells_meet_the_test_split_and_once(
     toy: Callable[..., Json], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[int] = []
+    observed: list[int] = []
     original = Trainer.count_test
 
     def counted(self: Trainer, weights: Any) -> Any:
-        seen.append(len(weights))
+        observed.append(len(weights))
         return original(self, weights)
 
     monkeypatch.setattr(Trainer, "count_test", counted)
@@ -108,10 +108,10 @@ def test_only_the_chosen_cells_meet_the_test_split_and_once(
         (chosen, 0, 797),
         (chosen, 1, 797),
     ]
-    assert seen == [2]
+    assert observed == [2]
     (tmp_path / "run" / "result.json").unlink()  # as if killed just before the end
     second_result = toy(tmp_path / "run", resume=True)
-    assert seen == [2]
+    assert observed == [2]
     assert second_result["tasks"] == result["tasks"]
     assert not list((tmp_path / "run").glob("trials/**/weights.safetensors"))
     assert not list((tmp_path / "run").glob("trials/**/checkpoints"))
@@ -131,8 +131,8 @@ def test_stems_are_compared_pair_by_pair(toy: Callable[..., Json], tmp_path: Pat
     stems = result["compare"]["stems"]
     assert list(stems) == ["none", "dpn", "rms"]
     for difference, stem in zip(result["compare"]["differences"], ("dpn", "rms"), strict=True):
-        ours, plain = (stems[name]["tasks"]["svhn"]["test"]["values"] for name in (stem, "none"))
-        expected = [a - b for a, b in zip(ours, plain, strict=True)]
+        actual, plain = (stems[name]["tasks"]["svhn"]["test"]["values"] for name in (stem, "none"))
+        expected = [a - b for a, b in zip(actual, plain, strict=True)]
         assert (difference["stem"], difference["minus"]) == (stem, "none")
         assert difference["tasks"]["svhn"]["values"] == pytest.approx(expected, abs=1e-3)
     printed = shown(result)
@@ -181,25 +181,25 @@ def test_the_run_folder_records_the_run(toy: Callable[..., Json], tmp_path: Path
 
 
 def test_augmentation_follows_the_tasks_row(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[tuple[int, ...], bool, bool, tuple[int, ...]]] = []
+    observed: list[tuple[tuple[int, ...], bool, bool, tuple[int, ...]]] = []
     original = shuffled_batches
 
     def recorded(pixels: Any, size: Any, *arguments: Any, **options: Any) -> Any:
-        seen.append((tuple(pixels.images.shape[1:]), options["crop"], options["flip"], size))
+        observed.append((tuple(pixels.images.shape[1:]), options["crop"], options["flip"], size))
         return original(pixels, size, *arguments, **options)
 
     monkeypatch.setattr("tasks.vtab.train.shuffled_batches", recorded)
     run_vtab(digits, tmp_path / "run", "data.tasks=svhn", "seeds=1", "lrs=[0.01]")
-    assert seen == [((3, 18, 18), True, True, (16, 16))]  # 256 / 224 of 16 before the crop
+    assert observed == [((3, 18, 18), True, True, (16, 16))]  # 256 / 224 of 16 before the crop
     for augment, shape, crop, flip in (
         ("[flip]", 16, False, True),
         ("[crop]", 18, True, False),
         ("[]", 16, False, False),
     ):
-        seen.clear()
+        observed.clear()
         settings = ("data.tasks=svhn", "seeds=1", "lrs=[0.01]", "schedule.steps=2", f"data.augment.svhn={augment}")
         run_vtab(digits, tmp_path / augment, *settings)
-        assert seen == [((3, shape, shape), crop, flip, (16, 16))]
+        assert observed == [((3, shape, shape), crop, flip, (16, 16))]
     assert {(t.crop, t.flip) for t in TASKS if t.name in {"smallnorb_azi", "dsprites_ori"}} == {(True, False)}
     assert {(t.crop, t.flip) for t in TASKS if t.name in {"clevr_dist", "clevr_count", "dmlab", "kitti"}} == {
         (False, True)

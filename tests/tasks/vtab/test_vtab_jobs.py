@@ -41,11 +41,11 @@ class InProcess:
         return True
 
     def start(self, work: Work, slot: int) -> None:
-        done = run_dpn(*work.line)
-        InProcess.trained += done.stderr.count("failed: step")
+        process = run_dpn(*work.line)
+        InProcess.trained += process.stderr.count("failed: step")
         self.log_of(work.name).parent.mkdir(exist_ok=True)
-        self.log_of(work.name).write_text(done.stderr)
-        self.done.append((work.name, done.exit_code))
+        self.log_of(work.name).write_text(process.stderr)
+        self.done.append((work.name, process.exit_code))
 
     def wait_finished(self, seconds: float) -> list[tuple[str, int]]:
         done, self.done = self.done, []
@@ -75,9 +75,9 @@ def same(out: Path, alone: Path) -> None:
     files = sorted(path.relative_to(alone) for path in alone.rglob("weights.safetensors"))
     assert len(files) == 4
     for file in files:
-        ours, theirs = load_file(out / file), load_file(alone / file)
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours), file
+        actual, expected = load_file(out / file), load_file(alone / file)
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[name], expected[name]) for name in actual), file
     log = "".join(path.read_text() for path in out.glob("trials/*/*/*/metrics.jsonl"))
     assert log.count('"step": 3, "loss"') == 4  # each training once
 
@@ -267,10 +267,10 @@ def test_processes_of_a_machine_decode_a_split_once(tmp_path: Path, monkeypatch:
             run_demo_sweep(tmp_path / str(shared), *two, *more)
     assert len(decoded) == 2 + 4  # two splits; without sharing for each network
     assert len(sets[True]) == len(sets[False]) == 4
-    for ours, theirs in zip(sets[True], sets[False], strict=True):
-        assert torch.equal(ours.images, theirs.images)
-        assert torch.equal(ours.labels, theirs.labels)
-        assert (ours.skipped, ours.rows) == (theirs.skipped, theirs.rows)
+    for actual, expected in zip(sets[True], sets[False], strict=True):
+        assert torch.equal(actual.images, expected.images)
+        assert torch.equal(actual.labels, expected.labels)
+        assert (actual.skipped, actual.rows) == (expected.skipped, expected.rows)
     assert not list((tmp_path / "tmp").iterdir())
 
 

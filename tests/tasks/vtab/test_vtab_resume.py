@@ -23,7 +23,7 @@ from tasks.vtab.train import Trainer
 def test_a_killed_sweep_continues(
     cells_before: int, toy: Callable[..., Json], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = toy(tmp_path / "whole")
+    full = toy(tmp_path / "whole")
     trained: list[float] = []
     original = Trainer.job
 
@@ -39,13 +39,13 @@ def test_a_killed_sweep_continues(
     resumed = toy(tmp_path / "cut", resume=True)
     assert len(trained) == 7  # six cells and the one that was begun twice
     for key in ("tasks", "groups", "mean_groups"):
-        assert resumed[key] == whole[key]
+        assert resumed[key] == full[key]
 
 
 def test_a_kill_between_choice_and_score_retrains_nothing(
     toy: Callable[..., Json], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = toy(tmp_path / "whole")
+    full = toy(tmp_path / "whole")
     original = Trainer.count_test
 
     def dying(self: Trainer, weights: Any) -> Any:
@@ -56,19 +56,19 @@ def test_a_kill_between_choice_and_score_retrains_nothing(
         toy(tmp_path / "cut")
     monkeypatch.setattr(Trainer, "count_test", original)
     monkeypatch.setattr(Trainer, "job", lambda *_: pytest.fail("trained again"))
-    assert toy(tmp_path / "cut", resume=True)["tasks"] == whole["tasks"]
+    assert toy(tmp_path / "cut", resume=True)["tasks"] == full["tasks"]
 
 
 def test_a_run_from_before_the_augmentation_key_continues(toy: Callable[..., Json], tmp_path: Path) -> None:
     path = tmp_path / "run"
-    whole = toy(path)
+    full = toy(path)
     config = yaml.safe_load((path / "config.yaml").read_text())
     del config["data"]["augment"]
     (path / "config.yaml").write_text(yaml.safe_dump(config))
     facts = json.loads((path / "run.json").read_text())
     (path / "run.json").write_text(json.dumps({**facts, "config": config_digest(config)}))
     (path / "result.json").unlink()
-    assert toy(path, resume=True)["tasks"] == whole["tasks"]
+    assert toy(path, resume=True)["tasks"] == full["tasks"]
     with pytest.raises(DpnError, match=r"data.augment.svhn: \['crop', 'flip'\] there, \['flip'\] now"):
         toy(path, "data.augment.svhn=[flip]", resume=True)
 
@@ -170,7 +170,7 @@ def test_too_little_disk_is_reported_before_training(
 
 def test_damaged_files_of_a_sweep_are_named_in_one_line(toy: Callable[..., Json], tmp_path: Path) -> None:
     settings = ["seeds=1", "lrs=[0.01]", "schedule.steps=2", "schedule.warmup=0"]
-    whole = toy(tmp_path / "run", *settings)
+    full = toy(tmp_path / "run", *settings)
     task = tmp_path / "run" / "trials" / "dpn" / "svhn"
     damaged = {
         task / "choice.json": "damaged .not a JSON object.; restore it, or delete it",
@@ -185,4 +185,4 @@ def test_damaged_files_of_a_sweep_are_named_in_one_line(toy: Callable[..., Json]
             toy(tmp_path / "run", *settings, resume=True)
         path.write_text(content)
     second_result = toy(tmp_path / "run", *settings, resume=True)
-    assert second_result["tasks"] == whole["tasks"]
+    assert second_result["tasks"] == full["tasks"]

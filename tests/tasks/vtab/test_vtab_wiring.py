@@ -55,15 +55,15 @@ class Start:
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch) -> list[Start]:
     """Every training of the test, in order, as `engine.fit` meets it."""
-    seen: list[Start] = []
+    observed: list[Start] = []
     original = engine.fit
 
     def recorded(model: Any, job: engine.TrainJob) -> engine.FitResult:
-        seen.append(Start(engine.unwrap(model), next(job.batches(0)), job))
+        observed.append(Start(engine.unwrap(model), next(job.batches(0)), job))
         return original(model, job)
 
     monkeypatch.setattr("tasks.vtab.train.engine.fit", recorded)
-    return seen
+    return observed
 
 
 @pytest.fixture(scope="module")
@@ -133,13 +133,13 @@ def test_training_images_are_cropped_and_mirrored_as_the_tasks_row_says(
         (folder / f"{split}.txt").write_text("".join(f"{name} {int(label) % classes}\n" for name, label in rows))
     run_vtab(tmp_path / "data", tmp_path / "run", f"data.tasks={task}", "seeds=1", "lrs=[0.01]")
     images = [np.asarray(Image.open(path).convert("RGB")) for path in sorted(folder.glob("images/train800/*"))]
-    whole = torch.stack([resize(image, size=(16, 16)) for image in images])
+    full = torch.stack([resize(image, size=(16, 16)) for image in images])
     larger = torch.stack([resize(image, size=(18, 18)) for image in images])  # 256 / 224 of 16
     windows = torch.cat([larger[..., top : top + 16, left : left + 16] for top in range(3) for left in range(3)])
-    seen, upright = distinct(starts[0].images), distinct(windows if crop else whole)
-    assert len(seen) > 16
-    assert seen <= upright | distinct((windows if crop else whole).flip(-1))
-    assert (seen <= upright) is not flip
+    observed, upright = distinct(starts[0].images), distinct(windows if crop else full)
+    assert len(observed) > 16
+    assert observed <= upright | distinct((windows if crop else full).flip(-1))
+    assert (observed <= upright) is not flip
 
 
 @pytest.fixture(scope="module")
@@ -159,8 +159,8 @@ def accuracy(weights: Path, root: Path, split: str) -> float:
     pixels = [np.asarray(Image.open(root / "svhn" / name).convert("RGB")) for name, _ in lines]
     images = torch.stack([resize(image, size=(16, 16)) for image in pixels])
     with torch.inference_mode():
-        guesses = model(model.normalize(images)).argmax(-1)
-    return float(100 * (guesses == torch.tensor([int(label) for _, label in lines])).double().mean())
+        predictions = model(model.normalize(images)).argmax(-1)
+    return float(100 * (predictions == torch.tensor([int(label) for _, label in lines])).double().mean())
 
 
 def test_cells_are_validated_on_val200_in_eval_mode(dropping: Path, digits: Path) -> None:
