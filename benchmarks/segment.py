@@ -42,7 +42,7 @@ from tasks.segment.iou import count_pixels
 from tasks.segment.labels import LabelRule
 from tasks.segment.loader import segment_batches
 from tasks.segment.loss import segmentation_loss
-from tasks.segment.model import LinearSegmenter, initialize_head, normalized, use_imagenet_inputs
+from tasks.segment.model import LinearSegmenter, initialize_head, normalize, use_imagenet_inputs
 from tasks.segment.pairs import FolderPairs
 from tasks.segment.sliding_window import WindowPlan, label_map
 from tasks.segment.transforms import SegmentAugmentation
@@ -92,7 +92,7 @@ def our_steps(plain: LinearSegmenter, batch: Batch, runtime: Runtime, device: to
     """Return the training of `plain` on a batch through our loop."""
 
     def loss(trainable: nn.Module, part: Batch) -> Tensor:
-        return segmentation_loss(trainable(normalized(plain.vit, part["image"], part["extent"])), part)
+        return segmentation_loss(trainable(normalize(plain.vit, part["image"], part["extent"])), part)
 
     ready = prepare(plain, runtime, World(0, 1, device))
     adam = Optim(name="adam", weight_decay=0.01, clip_norm=None)
@@ -186,7 +186,7 @@ def our_examples(root: Path, rows: int) -> Iterator[Tensor]:
     how = SegmentAugmentation((CROP, CROP))
     batches = segment_batches(FolderPairs(root, "training"), LabelRule(CLASSES, 1, 0), how, rows, 0, WORLD, workers=0)
     for batch in batches(0):
-        yield normalized(vit, batch["image"], batch["extent"])
+        yield normalize(vit, batch["image"], batch["extent"])
 
 
 def their_examples(root: Path, rows: int) -> Iterator[Tensor]:

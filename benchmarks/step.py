@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dpn_cli.arch import Stem, parse_arch
 from dpn_cli.config.schema import Optim, Runtime, Schedule
 from dpn_cli.engine.fit import Batch, Outputs, TrainJob, fit, precision_of
-from dpn_cli.engine.layer_norms import LayerNorms
+from dpn_cli.engine.layer_grad_norms import LayerGradNorms
 from dpn_cli.engine.losses import sigmoid_xent
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.engine.optim import clip_gradients
@@ -120,7 +120,7 @@ def fit_steps(model: nn.Module, batch: Batch, runtime: Runtime, device: torch.de
 def norms_share(model: nn.Module, batch: Batch, step: float, rounds: int) -> None:
     """Print what the norms of layers add to clipping, as a share of a step of so many seconds."""
     loss_fn(model, batch).backward()  # type: ignore[no-untyped-call]
-    layers, parameters = LayerNorms(model), list(model.parameters())
+    layers, parameters = LayerGradNorms(model), list(model.parameters())
     times: dict[bool, list[float]] = {True: [], False: []}
     for number in range(20 * rounds):
         with_norms = number % 2 == 0

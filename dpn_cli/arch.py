@@ -123,7 +123,7 @@ def parse_arch(arch: str) -> tuple[Size, int]:
     name, _, side = arch.partition("/")
     patch = parse_whole_number(side)
     if name not in SIZES or not patch or patch > MOST_PIXELS:
-        close = nearest(arch, (*COMMON_ARCHS, "Ti/8", "S/8", "B/8", "B/14", "L/14", "L/32"))
+        close = find_nearest(arch, (*COMMON_ARCHS, "Ti/8", "S/8", "B/8", "B/14", "L/14", "L/32"))
         hint = f"; did you mean {close!r}?" if close and name not in SIZES else ""
         raise DpnError(
             f"--arch {arch!r}: use SIZE/PATCH with SIZE one of {', '.join(SIZES)} and PATCH in pixels, e.g. B/32{hint}"
@@ -138,20 +138,20 @@ def parse_whole_number(text: str) -> int | None:
 
 def check_stem(stem: str) -> Stem:
     """Return `stem` when it is a known patch stem; raise `DpnError` with the list otherwise."""
-    return _one_of("--stem", stem, STEMS)
+    return _check_choice("--stem", stem, STEMS)
 
 
 def check_norm(norm: str) -> Norm:
     """Return `norm` when it is a known norm of the blocks; raise `DpnError` with the list otherwise."""
-    return _one_of("--norm", norm, NORMS)
+    return _check_choice("--norm", norm, NORMS)
 
 
 def check_placement(placement: str) -> Placement:
     """Return `placement` when it is a known one; raise `DpnError` with the list otherwise."""
-    return _one_of("--placement", placement, PLACEMENTS)
+    return _check_choice("--placement", placement, PLACEMENTS)
 
 
-def _one_of(option: str, value: str, options: Mapping[NameT, str]) -> NameT:
+def _check_choice(option: str, value: str, options: Mapping[NameT, str]) -> NameT:
     for name in options:
         if name == value:
             return name
@@ -177,7 +177,7 @@ def size_name(size: Size) -> str | None:
     return next((name for name, size_of_name in SIZES.items() if size_of_name == size), None)
 
 
-def nearest(text: str, allowed: Iterable[str]) -> str | None:
+def find_nearest(text: str, allowed: Iterable[str]) -> str | None:
     """Return the one allowed name that is spelt nearly like `given`, begins nearly so, or holds it, or lies in it.
 
     None where there is no such name, or where several are as close.
@@ -201,5 +201,5 @@ def _similarity(text: str, name: str) -> float:
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest allowed name, or an empty string."""
-    close = nearest(name, allowed)
+    close = find_nearest(name, allowed)
     return f"; did you mean {close!r}?" if close else ""

@@ -11,7 +11,7 @@ import typer
 from pydantic import Field, ValidationError
 
 from dpn_cli import __version__
-from dpn_cli.arch import did_you_mean, nearest
+from dpn_cli.arch import did_you_mean, find_nearest
 from dpn_cli.commands import INTERRUPTED
 from dpn_cli.commands.lazy import LazyCommand, LazyGroup
 from dpn_cli.config.validation_errors import refusal
@@ -112,7 +112,7 @@ def _suggest(error: typer.TyperException) -> str | None:
     """Describe an unknown option or command with the one that may be meant, which has to be nearer than Typer asks."""
     if options := getattr(error, "possibilities", None):
         word = getattr(error, "option_name", "")
-        close = nearest(word.lstrip("-"), [option.lstrip("-") for option in options])
+        close = find_nearest(word.lstrip("-"), [option.lstrip("-") for option in options])
         return f"No such option: {word}" + (f"; did you mean '--{close}'?" if close else "")
     unknown = re.match(r"No such command '(.*)'\. Did you mean ", error.format_message())
     commands = getattr(getattr(getattr(error, "ctx", None), "command", None), "commands", {})

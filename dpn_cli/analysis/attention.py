@@ -56,7 +56,7 @@ class AttentionDistances:
         """Take the attention of every block while the network runs; the fused kernel, which hides it, is off."""
         with ExitStack() as stack:
             for layer, block in enumerate(model.blocks):
-                stack.enter_context(_unfused(block.attn))
+                stack.enter_context(_disable_fused_attention(block.attn))
                 hook = block.attn.attn_drop.register_forward_hook(
                     lambda module, inputs, output, layer=layer: self.add(layer, output)
                 )
@@ -65,7 +65,7 @@ class AttentionDistances:
 
 
 @contextmanager
-def _unfused(attention: Attention) -> Iterator[None]:
+def _disable_fused_attention(attention: Attention) -> Iterator[None]:
     fused = attention.fused_attn
     attention.fused_attn = False
     try:

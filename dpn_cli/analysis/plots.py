@@ -42,7 +42,7 @@ def sections_of(networks: Sequence[InspectionSummary]) -> list[PageSection]:
         "What the stem does to a patch": _probes,
         "Attention distance": _attention,
         "Length of the tokens": _lengths,
-        "What explains the tokens": _explained,
+        "What explains the tokens": _explained_variance,
     }
     for title, make in makers.items():
         if parts := make(networks):
@@ -211,7 +211,7 @@ def _probes(networks: Sequence[InspectionSummary]) -> list[Part]:
         caption = "Patches as they are"
         if one.normalises_first:
             largest = one.probes[0].normalised.abs().max()
-            maps += [Map("after first norm", _shown_after(probe.normalised, largest)) for probe in one.probes]
+            maps += [Map("after first norm", _read_thumbnail(probe.normalised, largest)) for probe in one.probes]
             caption += "; below, what the first norm makes of them, all on the ordinary patch's scale"
         title = _title(one, "patches before and after the first norm", networks)
         return Maps(f"stem_patches{ending}", title, "pixel", maps, len(one.probes), caption=f"{caption}.")
@@ -241,7 +241,7 @@ def _probes(networks: Sequence[InspectionSummary]) -> list[Part]:
     ]
 
 
-def _shown_after(values: Tensor, largest: Tensor) -> Floats:
+def _read_thumbnail(values: Tensor, largest: Tensor) -> Floats:
     return rearrange((0.5 + values.double() / (2 * largest)).clamp(0, 1), "c p q -> p q c").numpy()
 
 
@@ -317,7 +317,7 @@ def _lengths(networks: Sequence[InspectionSummary]) -> list[Part]:
     return [chart, Table("Lengths in numbers", columns, rows, folded=True)]
 
 
-def _explained(networks: Sequence[InspectionSummary]) -> list[Part]:
+def _explained_variance(networks: Sequence[InspectionSummary]) -> list[Part]:
     shares_by_network = {one.name: one.observed.shares for one in networks if one.observed}
     if not shares_by_network:
         return []

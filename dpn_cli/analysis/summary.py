@@ -76,7 +76,7 @@ class InspectionSummary:
             }
             summary["token_lengths"] = [asdict(one) for one in self.observed.lengths]
             summary["explained_by"] = self.observed.shares
-        defined: dict[str, Any] = _defined(summary)
+        defined: dict[str, Any] = _replace_nonfinite(summary)
         return defined
 
 
@@ -135,10 +135,10 @@ def _left_out(model: Backbone, maps: dict[str, Tensor], no_images: bool) -> list
     return lines
 
 
-def _defined(value: Any) -> Any:
+def _replace_nonfinite(value: Any) -> Any:
     """Return a value with None for the numbers in it that are infinite or none."""
     if isinstance(value, dict):
-        return {key: _defined(inner) for key, inner in value.items()}
+        return {key: _replace_nonfinite(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_defined(inner) for inner in value]
+        return [_replace_nonfinite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

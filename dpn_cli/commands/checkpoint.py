@@ -89,7 +89,7 @@ class FileInspectOptions(Section):
     """Options of ``dpn checkpoint inspect``."""
 
     source: Annotated[str, argument("A weight file, a saved model's folder, timm:NAME or hf-hub:OWNER/NAME[/FILE].")]
-    image_size: Annotated[Pixels | None, IMAGE_SIZE.but(unset="the file's own")] = None
+    image_size: Annotated[Pixels | None, IMAGE_SIZE.replace(unset="the file's own")] = None
     facts: FileFacts = FileFacts()
 
 
@@ -121,7 +121,7 @@ class FoldOptions(Section):
 class RetrofitOptions(WriteOptions):
     """Options of ``dpn checkpoint retrofit``."""
 
-    stem: Annotated[Stem, STEM.but(help="Stem to fit: pre, post, post_posemb, dpn or rms.")] = "dpn"
+    stem: Annotated[Stem, STEM.replace(help="Stem to fit: pre, post, post_posemb, dpn or rms.")] = "dpn"
     data: Annotated[str, flag("--data", help="Folder of images to fit the norms on, or demo.", panel=DATA)]
     images: Annotated[
         Annotated[int, Field(ge=4, le=100_000)],

@@ -72,11 +72,11 @@ class PackCommandOptions(Section):
 def _pack(options: PackCommandOptions, console: Console) -> Outcome:
     """Pack images into shards for fast reading; run again to continue or repair."""
     from dpn_cli.data.decode import ReadOptions
-    from dpn_cli.data.image_source import ImageSource, check_classes, open_split, own_splits
+    from dpn_cli.data.image_source import ImageSource, check_classes, find_splits, open_split
     from dpn_cli.data.sources import pack_writer
     from dpn_cli.data.splits import hash_order
     from dpn_cli.run import signals
-    from dpn_cli.run.files import claimed, real_path
+    from dpn_cli.run.files import claim, real_path
 
     data, out = options.source, options.out
     reading = ReadOptions(options.reading.decode, options.reading.max_pixels)
@@ -85,13 +85,13 @@ def _pack(options: PackCommandOptions, console: Console) -> Outcome:
         raise DpnError(f"--out {out}: a URL; pack into a folder, and copy that with the store's own program")
     if real_path(out).is_relative_to(real_path(data)):
         raise DpnError(f"--out {out}: inside --data {data}, where its shards would be taken for images")
-    splits = {name: open_split(source, name, unlabelled=True) for name in own_splits(source)}
+    splits = {name: open_split(source, name, unlabelled=True) for name in find_splits(source)}
     for name in [name for name, (split, _) in splits.items() if min(split.labels) < 0]:
         console.warn(f"{name} has no labels and is left out")
         del splits[name]
     for name in splits:
         check_classes(source, splits["train"][1], splits[name][1])
-    with signals.listen(signals.PARTS_KEPT), claimed(out):
+    with signals.listen(signals.PARTS_KEPT), claim(out):
         manifest = pack_writer.pack(
             {name: (split, hash_order(split)) for name, (split, _) in splits.items()},
             splits["train"][1],

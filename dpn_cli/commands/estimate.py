@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dpn_cli.config.cost import Cost, total_disk, total_hours
 from dpn_cli.errors import SaveError
-from dpn_cli.run.console import Console, count_noun, folded, gigabytes, print_columns, show
+from dpn_cli.run.console import Console, count_noun, gigabytes, print_columns, show, wrap_name
 
 # Longest line of a network's name, so that the table has 80 columns.
 NAME = 19
@@ -32,7 +32,7 @@ def show_costs(costs: Sequence[Cost], folder: Path, console: Console, *, as_json
     check_space(costs, folder)
     trainings = sum(cost.trainings for cost in costs)
     console.info(
-        f"dry run passed: {count_noun(trainings, 'training')} in about {in_hours(total_hours(costs))} hours one "
+        f"dry run passed: {count_noun(trainings, 'training')} in about {format_hours(total_hours(costs))} hours one "
         f"after the "
         f"other on this machine, and at most {gigabytes(needed)} on the disk, which has {gigabytes(free)} free"
     )
@@ -46,18 +46,18 @@ def print_costs(costs: Sequence[Cost]) -> None:
             f"{cost.step_seconds:.3g}",
             f"{cost.steps:,}",
             f"{cost.trainings}",
-            in_hours(cost.hours),
+            format_hours(cost.hours),
             f"{1 - cost.steps * cost.step_seconds / 3600 / cost.hours:.0%}",
             gigabytes(cost.disk),
         )
         for cost in costs
     ]
-    names = [folded(", ".join(filter(None, (cost.name, cost.part))), ",", NAME) for cost in costs]
+    names = [wrap_name(", ".join(filter(None, (cost.name, cost.part))), ",", NAME) for cost in costs]
     columns = dict(zip(("network", *NUMBERS), (names, *map(list, zip(*rows, strict=True))), strict=True))
     print_columns(columns, right=NUMBERS)
 
 
-def in_hours(hours: float) -> str:
+def format_hours(hours: float) -> str:
     """Return hours in three digits, or as many as there are before the point."""
     return f"{hours:.3g}" if hours < 1000 else f"{hours:,.0f}"
 

@@ -11,7 +11,7 @@ from rich.console import Console as RichConsole
 from rich.table import Column, Table
 
 from dpn_cli.commands.command import DefaultGroup, Outcome, register_command
-from dpn_cli.commands.report import page_at_end
+from dpn_cli.commands.report import write_final_page
 from dpn_cli.commands.train import sweep_error
 from dpn_cli.commands.trainers import classify_options, module_of
 from dpn_cli.config.launch import LaunchOptions
@@ -58,7 +58,7 @@ def _probe_sweep(options: classify_options.ProbeOptions, console: Console) -> Ou
     launch = LaunchOptions(folder.output_dir, folder.resume, folder.overwrite, on_open=folders.append)
     result = module_of("eval fewshot --compare").probe_sweep(options, launch, console)
     if not folder.no_report:
-        page_at_end(folders[0], console)
+        write_final_page(folders[0], console)
     return result, partial(print_tables, trials=DRAWS), sweep_error(result["failed"], DRAWS)
 
 

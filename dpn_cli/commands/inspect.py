@@ -42,7 +42,7 @@ class InspectOptions(Section):
     other: Annotated[str | None, argument("Second network to compare.")] = None
     source: Annotated[
         DataPlace | None,
-        DATA_SOURCE.but(
+        DATA_SOURCE.replace(
             help="Images without labels to send through the network: a folder, a packed folder or "
             "its URL, hf:OWNER/NAME[:CONFIGURATION], wds:PATTERN, or demo.",
             unset="what needs images is left out",
@@ -55,7 +55,7 @@ class InspectOptions(Section):
     image_column: ImageColumn = None
     reading: ImageReading = ImageReading()
     skip_bad_images: SkipBadImages = False
-    image_size: Annotated[Pixels | None, IMAGE_SIZE.but(unset="the checkpoint's own")] = None
+    image_size: Annotated[Pixels | None, IMAGE_SIZE.replace(unset="the checkpoint's own")] = None
     runtime: Runtime = Runtime()
     output_dir: Annotated[
         Path, flag("--output-dir", "-o", help="Folder to write the page, figures and result.json to.", panel=OUTPUT)

@@ -63,16 +63,16 @@ def keys_of(schema: type[BaseModel], prefix: str = "") -> Iterator[Key]:
 def parameter_of(key: Key, default: str | None) -> Parameter:
     """Return the parameter of a command's signature; `default` is what help says, None says nothing."""
     required = key.field.is_required() and default is None
-    default_text = "" if default is None else f" \\[default: {_escaped(default)}]"
+    default_text = "" if default is None else f" \\[default: {_escape_markup(default)}]"
     shared: Any = {
-        "help": _escaped(key.flag.help) + default_text,
+        "help": _escape_markup(key.flag.help) + default_text,
         "rich_help_panel": key.flag.panel,
         "show_default": False,
         "autocompletion": key.flag.complete or _choices_completed(key.field.annotation),
         "metavar": _metavar(key.field.annotation),
     }
     info = typer.Option(*key.flag.names, **shared) if key.flag.names else typer.Argument(**shared)
-    kind: Any = _typed(key.field)
+    kind: Any = _typer_type(key.field)
     annotation: Any = Annotated[kind if required else kind | None, info]
     return Parameter(
         key.parameter, Parameter.KEYWORD_ONLY, default=Parameter.empty if required else None, annotation=annotation
@@ -179,7 +179,7 @@ def _members(annotation: Any) -> list[Any]:
     return [member for member in members if member is not type(None)]
 
 
-def _typed(field: FieldInfo) -> type:
+def _typer_type(field: FieldInfo) -> type:
     """Return what Typer parses a field from: numbers, switches and paths as such, all else as text for the schema."""
     members = _members(field.annotation)
     parsed = any(isinstance(metadata, BeforeValidator) for metadata in field.metadata)
@@ -204,7 +204,7 @@ def _choices_completed(annotation: Any) -> Callable[[str], list[str]] | None:
     return (lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]) if choices else None
 
 
-def _escaped(text: str) -> str:
+def _escape_markup(text: str) -> str:
     return text.replace("[", "\\[")
 
 

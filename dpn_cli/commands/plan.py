@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from dpn_cli.commands import one_line_errors
-from dpn_cli.commands.estimate import in_hours, print_costs
+from dpn_cli.commands.estimate import format_hours, print_costs
 from dpn_cli.commands.options import CONFIG_OPTIONS, JSON, VERBOSE, option, with_signature
 from dpn_cli.commands.trainers import DISTILL, PRETRAIN, VTAB, module_of
 from dpn_cli.config.cost import total_disk, total_hours
@@ -71,7 +71,8 @@ def vtab(**arguments: Any) -> None:
             return
         print_costs(costs)
         show(
-            f"{in_hours(totals['hours'])} hours on {arguments['ranks']} x {device} at half of its matrix-product rate, "
+            f"{format_hours(totals['hours'])} hours on {arguments['ranks']} x {device} at half of its matrix-product "
+            "rate, "
             f"which was measured; at most {gigabytes(totals['disk'])} on the disk; reading the images is left out"
         )
 

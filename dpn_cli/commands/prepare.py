@@ -100,11 +100,11 @@ class ArchiveModule(Protocol):
 def _unpack(options: ArchiveOptions, layout: Any, module: ArchiveModule, console: Console) -> Outcome:
     from dpn_cli.data import archives
     from dpn_cli.run import signals
-    from dpn_cli.run.files import claimed
+    from dpn_cli.run.files import claim
 
     out = options.out.expanduser()
     paths = [path.expanduser() for path in options.archives]
-    with signals.listen(signals.PARTS_KEPT), claimed(out):
+    with signals.listen(signals.PARTS_KEPT), claim(out):
         files = archives.unpack(paths, layout, out, console)
         counts, missing = module.verify_folder(out, console)
     missing = [*archives.describe_missing(layout, out), *missing]

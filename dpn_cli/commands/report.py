@@ -62,7 +62,7 @@ def report(
     return {"page": str(page), "runs": [str(run.path) for run in runs]}
 
 
-def page_at_end(folder: Path, console: Console) -> None:
+def write_final_page(folder: Path, console: Console) -> None:
     """Write the page of a run that has ended into its folder, unless it is there since the result was written.
 
     The result is there already: whatever goes wrong here, a stop signal included, is a warning.

@@ -24,7 +24,7 @@ from dpn_cli.errors import DataError, DpnError, SweepError
 from dpn_cli.report.tables import format_cell
 from dpn_cli.reproduce.experiment import Experiment, Locations, PaperTrial, parse_locations
 from dpn_cli.reproduce.paper import EXPERIMENTS
-from dpn_cli.reproduce.trainings import DATA_SETS, SCENES, SmallTrainings, Trainings, data_here
+from dpn_cli.reproduce.trainings import DATA_SETS, SCENES, SmallTrainings, Trainings, select_real_data
 from dpn_cli.run.console import Console, cell, count_noun, show
 from dpn_cli.run.files import replace_json
 
@@ -93,7 +93,7 @@ def _locations(experiments: Sequence[Experiment], arguments: Mapping[str, Any]) 
             weights[group] = checkpoints
     weights |= parse_locations(arguments["weights"] or (), "--weights", tuple(groups), "imagenet/B-32-dpn=B-32-dpn.npz")
     settings = tuple(word for setting in arguments["set"] or () for word in ("--set", setting))
-    return Locations(out, {**data_here(), **data, SCENES: str(out / SCENES)}, weights, settings)
+    return Locations(out, {**select_real_data(), **data, SCENES: str(out / SCENES)}, weights, settings)
 
 
 def _reproduce(

@@ -18,7 +18,7 @@ from dpn_cli.errors import DataError
 from dpn_cli.report.overview import command
 from dpn_cli.report.reading import DEPTH, RunRecord, find_runs, folder_of, hours, moment, read_run
 from dpn_cli.run.artifact_kinds import NAMES
-from dpn_cli.run.console import Console, cell, folded, print_columns, printable, width_of
+from dpn_cli.run.console import Console, cell, print_columns, printable, width_of, wrap_name
 from dpn_cli.sweep.score_names import SCORES, score_name, score_value
 
 # The key of a result that is its score in percent, and what to call it; the first that a result has.
@@ -108,11 +108,11 @@ def _print_list(rows: list[dict[str, Any]]) -> None:
     commands, width = columns.pop("command"), RichConsole().width
     room = width - width_of(columns)
     if room >= LEAST_COMMAND:
-        columns["command"] = [folded(text, " ", room) for text in commands]
+        columns["command"] = [wrap_name(text, " ", room) for text in commands]
     elif room < 0:
         columns["score"] = [text.replace(", ", ",\n", 1) for text in columns["score"]]
         longest = max(map(len, columns["run"])) + width - width_of(columns)
-        columns["run"] = [folded(text, "/", longest) for text in columns["run"]]
+        columns["run"] = [wrap_name(text, "/", longest) for text in columns["run"]]
     print_columns(columns, right=("score", "step", "age"))
 
 

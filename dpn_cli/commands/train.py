@@ -14,7 +14,7 @@ import typer
 from dpn_cli.commands import one_line_errors
 from dpn_cli.commands.estimate import show_costs
 from dpn_cli.commands.options import CONFIG_OPTIONS, PRINTING, option, switch, with_signature
-from dpn_cli.commands.report import page_at_end
+from dpn_cli.commands.report import write_final_page
 from dpn_cli.commands.train_command import SupportsTrials, TrainCommand, TrainingModule
 from dpn_cli.commands.trainers import TRAIN_COMMANDS
 from dpn_cli.config.cost import Cost
@@ -62,7 +62,7 @@ def add_command(app: typer.Typer, name: str, training: TrainCommand) -> None:
             else:
                 trainer.show(result)
             if not arguments["no_report"]:
-                page_at_end(folders[0], console)
+                write_final_page(folders[0], console)
             if problem := sweep_error(training.failures(result), "trainings"):
                 raise problem
 

@@ -83,7 +83,7 @@ def read_document(name: str) -> Plain:
         raise DpnError(f"{name}: {error}") from error
     if not isinstance(plain, dict):
         raise DpnError(f"{name}: a config is a mapping of keys to values; see 'dpn configs show vtab'")
-    if (empty := _empty_in(plain)) is not None:
+    if (empty := _find_empty_text(plain)) is not None:
         raise DpnError(f"{name}: {empty}: {EMPTY}")
     return plain
 
@@ -107,13 +107,17 @@ def _read_text(name: str) -> str:
         ) from error
 
 
-def _empty_in(value: object, key: str = "") -> str | None:
+def _find_empty_text(value: object, key: str = "") -> str | None:
     """Return the dotted key of an empty text in a value, or None: what is left out in a config is null."""
     if value == "":
         return key
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return next(
-        (location for name, part in parts if (location := _empty_in(part, f"{key}.{name}".lstrip("."))) is not None),
+        (
+            location
+            for name, part in parts
+            if (location := _find_empty_text(part, f"{key}.{name}".lstrip("."))) is not None
+        ),
         None,
     )
 
@@ -140,7 +144,7 @@ def from_settings(settings: Sequence[str], option: str = "--set", example: str =
             parsed = read_yaml(value)
         except ValueError as error:
             raise DpnError(f"{option} {item!r}: {error}; quote a value that holds : or #") from error
-        if not value or _empty_in(parsed) is not None:
+        if not value or _find_empty_text(parsed) is not None:
             raise DpnError(f"{option} {item!r}: {EMPTY}")
         _put(plain, key, parsed)
     return plain
@@ -219,8 +223,8 @@ def merge_layers(
             f"--epochs {epochs} and schedule.{phase}={schedule[phase]}: epochs turn into steps once images are counted "
             f"and decide the {phase} too; give --steps to set both"
         )
-    merged = merge(shipped, _in_its_own_steps(config_file, shipped, log), config_file)
-    return merge(merged, _in_its_own_steps(command, merged, log), command)
+    merged = merge(shipped, _select_scaled_steps(config_file, shipped, log), config_file)
+    return merge(merged, _select_scaled_steps(command, merged, log), command)
 
 
 def merge_with_shipped(
@@ -231,13 +235,13 @@ def merge_with_shipped(
     return merge_layers(read_config(shipped), file, merge(flags, settings), shipped, log)
 
 
-def last_given(section: str, key: str, *layers: Plain) -> Any:
+def find_last_value(section: str, key: str, *layers: Plain) -> Any:
     """Return the value that the last layer with one gives a key of a section; None without one."""
     sections = [layer.get(section) for layer in layers]
     return next((layer[key] for layer in reversed(sections) if isinstance(layer, dict) and layer.get(key)), None)
 
 
-def _in_its_own_steps(layer: Plain, below: Plain, log: Logger) -> Plain:
+def _select_scaled_steps(layer: Plain, below: Plain, log: Logger) -> Plain:
     """Return the settings that the steps of a layer change, other than the steps."""
     schedule, shipped_schedule = layer.get("schedule", {}), below["schedule"]
     steps = schedule.get("steps")

@@ -31,7 +31,7 @@ class Flag:
         """The name of the option's parameter: ``batch_size`` for ``--batch-size``; none for an argument."""
         return (self.names or ("",))[0].partition("/")[0].removeprefix("--").replace("-", "_")
 
-    def but(self, *, help: str | None = None, unset: str | None = None) -> Flag:
+    def replace(self, *, help: str | None = None, unset: str | None = None) -> Flag:
         """Return the same option with another help text, or another meaning of null."""
         return replace(self, help=help or self.help, unset=unset or self.unset)
 

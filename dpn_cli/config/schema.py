@@ -162,7 +162,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class RunImageReading(Section):
     """Options for reading image files for a run; by default the run's own."""
 
-    decode: Annotated[Literal["exact", "pillow"] | None, DECODE.but(unset="the run's")] = None
+    decode: Annotated[Literal["exact", "pillow"] | None, DECODE.replace(unset="the run's")] = None
     max_pixels: MaxPixels = MAX_PIXELS
 
 

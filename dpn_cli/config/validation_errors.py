@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from dpn_cli.arch import MOST_INTEGER, did_you_mean, nearest
+from dpn_cli.arch import MOST_INTEGER, did_you_mean, find_nearest
 
 KeyPath = tuple[int | str, ...]
 _SHORT = reprlib.Repr()
@@ -98,9 +98,9 @@ def nearest_key(unknown: str, schema: type[BaseModel]) -> str | None:
     names = {key: key.rpartition(".")[2] for key in _keys(schema)}
     section, _, name = unknown.rpartition(".")
     siblings = [option_name for key, option_name in names.items() if key.rpartition(".")[0] == section]
-    if name not in names.values() and (close := nearest(name, siblings)):
+    if name not in names.values() and (close := find_nearest(name, siblings)):
         return f"{section}.{close}" if section else close
-    key_name = name if name in names.values() else nearest(name, set(names.values()))
+    key_name = name if name in names.values() else find_nearest(name, set(names.values()))
     matches = [key for key, option_name in names.items() if option_name == key_name]
     return matches[0] if len(matches) == 1 else None
 
@@ -124,7 +124,7 @@ def _keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 def refusal(value: object, annotation: Any, metadata: Iterable[Any] = ()) -> str:
     """Say what a setting of this type may be, and that `value` is not that."""
-    plain_annotation, _ = _unwrapped(annotation, ())
+    plain_annotation, _ = _unwrap_annotation(annotation, ())
     options = [option for part in _members(plain_annotation) for option in _options(part)]
     close = did_you_mean(value, options) if isinstance(value, str) else ""
     infinite = isinstance(value, float) and not math.isfinite(value)
@@ -144,7 +144,7 @@ def describe_allowed(annotation: Any, metadata: Iterable[Any] = (), *, finite: b
 
     A ``Field(description=...)`` next to the type is the description; `finite` stresses that numbers have to be.
     """
-    annotation, metadata = _unwrapped(annotation, tuple(metadata))
+    annotation, metadata = _unwrap_annotation(annotation, tuple(metadata))
     for constraint in metadata:
         if isinstance(constraint, str):
             return constraint
@@ -186,7 +186,7 @@ def _bounds(metadata: Iterable[Any]) -> str:
     return f" {'of ' * limits.startswith('at')}{limits}" if limits else ""
 
 
-def _unwrapped(annotation: Any, metadata: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+def _unwrap_annotation(annotation: Any, metadata: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     """Take ``Annotated`` and ``Field`` apart into a type and its constraints, a description among them as text."""
     while get_origin(annotation) is Annotated:
         annotation, *notes = get_args(annotation)

@@ -132,14 +132,14 @@ def make_transform(augmentation: Augmentation) -> Callable[[Image.Image], Tensor
         crop = Compose([RandomHorizontalFlip(0.5 * augmentation.flip)])
     for operation in (op for transform in policy.transforms for op in getattr(transform, "ops", ())):
         if operation.aug_fn is posterize:
-            operation.aug_fn = _posterized
+            operation.aug_fn = _posterize
     if by_torchvision:
         policy = AutoAugment(AutoAugmentPolicy(augmentation.policy), InterpolationMode.BILINEAR, FILL)
     combined: Callable[[Image.Image], Tensor] = Compose([crop, policy, finish])
     return combined
 
 
-def _posterized(image: Image.Image, bits: int, **others: Any) -> Image.Image:
+def _posterize(image: Image.Image, bits: int, **others: Any) -> Image.Image:
     """Keep `bits` of each value, as timm does. Zero bits, which Pillow 13 refuses, give a black image."""
     posterized: Image.Image = posterize(image, bits, **others) if bits else Image.new(image.mode, image.size)
     return posterized

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from dpn_cli.data.workers import PATIENCE, kill_processes, open_loader
 from dpn_cli.errors import DpnError
 from dpn_cli.run.cores import shared_memory
-from dpn_cli.run.distributed import ranks_here
+from dpn_cli.run.distributed import count_local_ranks
 
 CPU = torch.device("cpu")
 # Most images of a part, and parts that each worker has ready or in the making.
@@ -92,7 +92,7 @@ def open_batches(
         image_bytes: the size of an example.
         device: where batches go; those for a GPU are in pinned memory.
     """
-    lengths, size = deque[int](), chunk_size(image_bytes, workers, ranks_here())
+    lengths, size = deque[int](), chunk_size(image_bytes, workers, count_local_ranks())
     options = {"batch_sampler": _split_batches(batches, size, lengths), "collate_fn": _collate}
     if workers:
         options["prefetch_factor"] = PREFETCH_CHUNKS

@@ -69,7 +69,7 @@ def file_size(path: Path) -> int:
     return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
-def inside(root: Path, name: str, location: str) -> Path:
+def resolve_below(root: Path, name: str, location: str) -> Path:
     """Return the path below `root` that data name. Raises `DataError`, with the location, for any other path.
 
     What a name is a link to may be anywhere: a link is made by who has the data, a name comes with them.

@@ -13,7 +13,7 @@ import torch
 
 from dpn_cli.data.pixels import PixelSet
 from dpn_cli.errors import SaveError
-from dpn_cli.run.files import claimed, replace_file
+from dpn_cli.run.files import claim, replace_file
 
 
 def local_cache_dir(run: Path, started: str) -> Path | None:
@@ -36,7 +36,7 @@ def decode_once(path: Path | None, decode: Callable[[], PixelSet]) -> PixelSet:
     if path is None:
         return decode()
     images, arrays_file = path.with_name(f"{path.name}.npy"), path.with_name(f"{path.name}.npz")
-    with claimed(path, on_wait=lambda: None):
+    with claim(path, on_wait=lambda: None):
         if not arrays_file.is_file():
             pixels = decode()
             try:

@@ -41,7 +41,7 @@ class ImageSource:
     reading: ReadOptions = DEFAULT_READ_OPTIONS
 
 
-def own_splits(source: ImageSource) -> list[str]:
+def find_splits(source: ImageSource) -> list[str]:
     """Return which of ``train``, ``val`` and ``test`` a data set has itself, without substitutes."""
     own = [split for split in SPLITS if has_split(source, split)]
     if is_hub(source.location) and "val" in own and find_hub_split(source.location, "val") == "test":

@@ -24,7 +24,7 @@ from dpn_cli.errors import DataError, StoreError
 from dpn_cli.run import signals
 from dpn_cli.run.console import OnProgress, ignore_progress
 from dpn_cli.run.cores import cores
-from dpn_cli.run.distributed import World, ranks_here
+from dpn_cli.run.distributed import World, count_local_ranks
 
 if TYPE_CHECKING:
     from dpn_cli.engine.fit import Batch, Batches
@@ -104,7 +104,7 @@ def stream(
     shard_uses = partial(iter_shard_uses, split.shards, rows, batch_size) if split.shards else None
     # Half of the cache: a training that is evaluated has shards in it, too.
     fetchers = max(1, count) if workers == "auto" else count
-    prefetch = prefetch_shards(split, shard_uses, batch_size, fetchers, 2 * ranks_here())
+    prefetch = prefetch_shards(split, shard_uses, batch_size, fetchers, 2 * count_local_ranks())
     batches = (range(first, min(first + batch_size, len(rows))) for first in range(0, len(rows), batch_size))
     image_bytes = transform(SQUARE).nbytes  # of all images: a batch is one tensor
     dataset = _TransformDataset(split, transform, rows)

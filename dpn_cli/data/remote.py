@@ -21,7 +21,7 @@ from dpn_cli.config.paths import cache_bytes, home
 from dpn_cli.config.urls import EXTRAS, is_url
 from dpn_cli.errors import DpnError, StoreError
 from dpn_cli.run import signals
-from dpn_cli.run.files import claimed, is_leftover, replace_file
+from dpn_cli.run.files import claim, is_leftover, replace_file
 from dpn_cli.weights.hub import hub_is_offline
 
 ItemT = TypeVar("ItemT")
@@ -112,7 +112,7 @@ class RemotePath:
         attempts where that may help, and `SaveError` when the disk is full.
         """
         path, digests = self.cached, list[str]()
-        with claimed(path, on_wait=signals.check_here):
+        with claim(path, on_wait=signals.check_here):
             if not path.is_file():
                 retry(self.url, lambda: replace_file(path, lambda copy: self._download(copy, digests)))
 
@@ -250,7 +250,7 @@ def make_room(copy: Path) -> None:
             f"DPN_CACHE_GB={limit / 1e9:g}: a file of {size / 1e9:.3g} GB is needed; allow more for the cache "
             f"({copy.parent}), or make smaller shards"
         )
-    with claimed(copy.parent, on_wait=signals.check_here):
+    with claim(copy.parent, on_wait=signals.check_here):
         files = []
         for path in copy.parent.iterdir():
             with contextlib.suppress(FileNotFoundError):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dpn_cli.data.compact import pack_integers
-from dpn_cli.data.image_source import ImageSource, check_classes, has_split, open_split, own_splits
+from dpn_cli.data.image_source import ImageSource, check_classes, find_splits, has_split, open_split
 from dpn_cli.data.sources.base import ImageSubset, LabelledImages
 from dpn_cli.errors import DataError
 
@@ -93,7 +93,7 @@ def open_tuning_data(source: ImageSource) -> ClassData:
 
     Raises `DataError` when one of the three is missing, or their classes differ.
     """
-    splits = {split: open_split(source, split) for split in own_splits(source)}
+    splits = {split: open_split(source, split) for split in find_splits(source)}
     missing = [split for split in ("val", "test") if split not in splits]
     if missing:
         raise DataError(

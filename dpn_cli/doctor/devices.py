@@ -64,14 +64,14 @@ def check_gpus() -> Iterator[Finding]:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
     if not available:
-        yield _no_gpu([str(warning.message) for warning in messages])
+        yield _describe_missing_gpu([str(warning.message) for warning in messages])
         return
     numbers = range(torch.cuda.device_count())
     local_rank = int(os.environ.get("LOCAL_RANK", "-1"))
     yield from map(_gpu, numbers if local_rank < 0 else [number for number in numbers if number == local_rank])
 
 
-def _no_gpu(messages: list[str]) -> Finding:
+def _describe_missing_gpu(messages: list[str]) -> Finding:
     import torch
 
     has_driver = any(path.exists() for path in DRIVER)

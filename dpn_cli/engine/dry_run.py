@@ -23,7 +23,7 @@ from dpn_cli.engine.fit import Batch, Outputs, TrainJob, fit
 from dpn_cli.engine.fsdp import gather_tensors
 from dpn_cli.errors import DpnError, SaveError
 from dpn_cli.run.checkpoints import Checkpoints, Empty, State
-from dpn_cli.run.distributed import World, barrier, from_all, from_leader, max_over_ranks, on_leader
+from dpn_cli.run.distributed import World, barrier, from_all, from_leader, max_over_ranks, run_on_leader
 from dpn_cli.weights.backbone import Backbone
 
 # One step warms up and two are timed; the state is saved after those, and the last step is taken again from there.
@@ -93,7 +93,7 @@ def dry_run_fit(build_setup: Callable[[], DryRunSetup], name: str, run_folder: P
     """
     scene = build_setup()
     job, world, workers, scored = scene.job, scene.job.world, scene.workers, scene.sampled.images
-    steps, states, evaluated = job.schedule.steps, _states(job), _evaluated(job, scene.sampled)
+    steps, states, evaluated = job.schedule.steps, _states(job), _count_evaluated(job, scene.sampled)
     with _scratch(run_folder, world) as scratch:
         with closing(job.batches(0)) as stream:
             start_time = time.perf_counter()
@@ -128,7 +128,7 @@ def _states(job: TrainJob) -> int:
     return STATES + (BEST_STATES if job.evaluate_every and job.keep_best else 0)
 
 
-def _evaluated(job: TrainJob, sampled: Sampled) -> int:
+def _count_evaluated(job: TrainJob, sampled: Sampled) -> int:
     """Return the number of images that a training evaluates."""
     interval = job.evaluate_every
     evaluations = -(-job.schedule.steps // interval) if interval else int(job.evaluate is not None)
@@ -279,7 +279,7 @@ def _scratch(run_folder: Path, world: World) -> Iterator[Path]:
                 f"-o {run_folder}: nothing can be written to {existing_folder} ({error.strerror}); pass another"
             ) from error
 
-    path = on_leader(world, make)
+    path = run_on_leader(world, make)
     try:
         yield path
         barrier()

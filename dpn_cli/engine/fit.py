@@ -56,7 +56,9 @@ def fit(model: nn.Module, job: TrainJob) -> FitResult:
     training = _Training(model, job)
     with training.reallocating_at_end():
         start, unevaluated = training.resume()
-        if job.world.size > 1 and not training.shards:  # the ranks of a sharded network compute every pass together
+        if (
+            job.world.size > 1 and not training.sharded_model
+        ):  # the ranks of a sharded network compute every pass together
             with closing(job.batches(start)) as stream:
                 training.gradients.find_micro_batch(next(stream))
         steps, result = job.schedule.steps, training.start_clock(start)
@@ -67,10 +69,10 @@ def fit(model: nn.Module, job: TrainJob) -> FitResult:
             batch = training.fetch(stream, result) if start < steps else None
             for step in range(start, steps):
                 with training.saving_on_lost_rank(step):
-                    number = signals.requested()
-                if number is not None:
+                    signal_number = signals.requested_signal()
+                if signal_number is not None:
                     training.save("last", step)
-                    raise StoppedError(number)
+                    raise StoppedError(signal_number)
                 assert batch is not None, f"the batches ended before step {step}"
                 last = step + 1 == steps
                 lr = job.lr * lr_factor(job.schedule, step)
@@ -138,18 +140,18 @@ class _Training:
 
     def __init__(self, model: nn.Module, job: TrainJob) -> None:
         self.model, self.job = model, job
-        self.shards = model if isinstance(model, ShardedModel) else None
-        self.network = self.shards.network if self.shards else unwrap(model)
+        self.sharded_model = model if isinstance(model, ShardedModel) else None
+        self.network = self.sharded_model.network if self.sharded_model else unwrap(model)
         self.best = -math.inf
         self.start_time = 0.0
         rows = job.world.most(job.batch_size)
         self.micro_batch = job.micro_batch or MicroBatch.choose(job.runtime, rows, self.network, job.world.device)
         self.result = FitResult(0, math.nan, 0.0, 0.0, self.micro_batch.size)
-        if self.shards:
-            self.shards.shard()
+        if self.sharded_model:
+            self.sharded_model.shard()
         self.optimizer = build_optimizer(self.network.named_parameters(), job.optim, job.lr)
         # torch's fused step for sharded gradients does not check `found_inf`.
-        self.finite = FiniteCheck(self.optimizer, late=job.world.device.type == "cuda" and not self.shards)
+        self.finite = FiniteCheck(self.optimizer, late=job.world.device.type == "cuda" and not self.sharded_model)
         self.gradients = Gradients(model, self.network, job, self.micro_batch)
         self.ema = Ema(self.network, job.ema_decay) if job.ema_decay else None
         self.model.train()
@@ -160,8 +162,8 @@ class _Training:
         try:
             yield
         finally:
-            if self.shards:
-                self.shards.reallocate()
+            if self.sharded_model:
+                self.sharded_model.reallocate()
 
     @property
     def eval_weights(self) -> dict[str, Tensor]:
@@ -170,15 +172,15 @@ class _Training:
 
     def load_final_weights(self) -> None:
         """Load the trained weights, or their average, into the network."""
-        if self.shards:
-            self.shards.gather(self.eval_weights)
+        if self.sharded_model:
+            self.sharded_model.gather(self.eval_weights)
         elif self.ema:
             self.network.load_state_dict(self.ema.average)
 
     def resume(self) -> tuple[int, bool]:
         """Restore the last checkpoint; returns its step (0 without one), and whether it still has to be evaluated."""
         outputs = self.job.outputs
-        empty = empty_state(self.network, self.optimizer, self.ema) if self.shards else None
+        empty = empty_state(self.network, self.optimizer, self.ema) if self.sharded_model else None
         saved = outputs.checkpoints.load("last", outputs.warn, empty) if outputs.checkpoints else None
         state: dict[str, Any] = saved[1] if saved else {"step": 0, "best": None}
         step, pending_eval = int(state["step"]), bool(state.get("due"))
@@ -187,8 +189,8 @@ class _Training:
         self.result.earlier = state.get("seconds", 0.0), state.get("wait_seconds", 0.0)
         if saved:
             restore(self.network, self.optimizer, self.ema, *saved)
-            if self.gradients.layer_norms and NORMS in saved[0]:
-                self.gradients.layer_norms.restore(saved[0][NORMS], int(state["norm_steps"]))
+            if self.gradients.layer_grad_norms and NORMS in saved[0]:
+                self.gradients.layer_grad_norms.restore(saved[0][NORMS], int(state["norm_steps"]))
             outputs.info(f"continues after step {step} of {self.job.schedule.steps}, the last one saved")
         if outputs.log and self.job.world.leads:
             outputs.log.truncate(step, evaluated=not pending_eval)
@@ -216,10 +218,10 @@ class _Training:
         Rank 0 has the full state, unless the network is sharded, or its running norms have seen part of the next batch.
         """
         try:
-            with distributed.lost_rank():
+            with distributed.detect_lost_rank():
                 yield
         except WorkerError:
-            if not (self.shards or has_running_norms(self.network)):
+            if not (self.sharded_model or has_running_norms(self.network)):
                 self._write("last", step)
             raise
 
@@ -232,10 +234,12 @@ class _Training:
         """Save this rank's shard of the state; without shards rank 0 saves all of it."""
         self.finite.confirm()
         outputs, world = self.job.outputs, self.job.world
-        sharded = self.shards is not None and name == "last"  # the best weights are saved unsharded, for any reader
-        if outputs.checkpoints and (world.leads or self.shards):
+        sharded = (
+            self.sharded_model is not None and name == "last"
+        )  # the best weights are saved unsharded, for any reader
+        if outputs.checkpoints and (world.leads or self.sharded_model):
             tensors, groups = state_of(self.network, self.optimizer, self.ema)
-            if self.shards and not sharded:
+            if self.sharded_model and not sharded:
                 tensors = {
                     f"model.{key}": tensor.cpu() for key, tensor in gather_tensors(self.eval_weights) if world.leads
                 }
@@ -244,7 +248,7 @@ class _Training:
             state = {"step": step, "best": best, "groups": groups, "due": pending_eval, "records": records}
             state["micro_batch"] = self.micro_batch.size if self.micro_batch.shrunk else None
             state |= {"seconds": self.seconds(), "wait_seconds": self.result.wait_seconds}
-            if layers := self.gradients.layer_norms:
+            if layers := self.gradients.layer_grad_norms:
                 tensors[NORMS], state["norm_steps"] = layers.sums, layers.steps
             if sharded:
                 outputs.checkpoints.save_parts(name, tensors, state, world)
@@ -253,13 +257,13 @@ class _Training:
 
     def fetch(self, stream: Iterator[Batch], result: FitResult) -> Batch | None:
         """Return the next batch; the time counts as waiting unless a GPU was busy meanwhile."""
-        busy = None
+        event = None
         if self.job.world.device.type == "cuda":
-            busy = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            busy.record()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
         start_time = time.perf_counter()
         batch = next(stream, None)
-        if busy is None or busy.query():  # type: ignore[no-untyped-call]
+        if event is None or event.query():  # type: ignore[no-untyped-call]
             result.wait_seconds += time.perf_counter() - start_time
         return batch
 
@@ -287,8 +291,8 @@ class _Training:
             self.save("last", step, pending_eval=True)
         self.model.eval()
         eval_context: AbstractContextManager[None] = self.ema.applied(self.network) if self.ema else nullcontext()
-        if self.shards:
-            eval_context = self.shards.evaluating(self.eval_weights)
+        if self.sharded_model:
+            eval_context = self.sharded_model.evaluating(self.eval_weights)
         with eval_context, torch.inference_mode(), precision_of(job.runtime, job.world.device):
             metrics = evaluate()
         self.model.train()
@@ -301,15 +305,15 @@ class _Training:
 
     def tick(self, result: FitResult, lr: float, session_steps: int, *, logged: bool) -> ProgressTick:
         """Show the state after a step, `session_steps` into this session. It does not communicate."""
-        steps, (earlier, earlier_wait) = self.job.schedule.steps, result.earlier
-        seconds = result.seconds - earlier
+        steps, (earlier_seconds, earlier_wait_seconds) = self.job.schedule.steps, result.earlier
+        seconds = result.seconds - earlier_seconds
         tick = ProgressTick(
             step=result.steps,
             steps=steps,
             loss=result.loss,
             lr=lr,
             images_per_second=session_steps * self.job.batch_size / seconds,
-            wait_share=(result.wait_seconds - earlier_wait) / seconds,
+            wait_share=(result.wait_seconds - earlier_wait_seconds) / seconds,
             seconds_left=(steps - result.steps) * seconds / session_steps,
             logged=logged,
         )
@@ -318,7 +322,7 @@ class _Training:
 
     def log(self, tick: ProgressTick, norms: list[float]) -> None:
         """Log the state after a step, with the gradient's norm, then those of layers."""
-        log, layers = self.job.outputs.log, self.gradients.layer_norms
+        log, layers = self.job.outputs.log, self.gradients.layer_grad_norms
         if log and self.job.world.leads:
             log.write(
                 {

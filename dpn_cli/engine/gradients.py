@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpn_cli.engine.cross_batch_loss import CrossBatchLoss, SurrogateLoss, feature_gradient
 from dpn_cli.engine.fsdp import ShardedModel
-from dpn_cli.engine.layer_norms import LayerNorms
+from dpn_cli.engine.layer_grad_norms import LayerGradNorms
 from dpn_cli.engine.memory import MicroBatch, is_out_of_memory
 from dpn_cli.engine.optim import clip_gradients
 from dpn_cli.engine.seeds import fold
@@ -30,7 +30,7 @@ class Gradients:
     def __init__(self, model: nn.Module, network: nn.Module, job: TrainJob, micro_batch: MicroBatch) -> None:
         self.model, self.network, self.job, self.micro_batch = model, network, job, micro_batch
         self.parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
-        self.layer_norms = LayerNorms(network) if job.layer_norms else None
+        self.layer_grad_norms = LayerGradNorms(network) if job.layer_norms else None
         network.zero_grad(set_to_none=True)  # an earlier training that failed may have left gradients
 
     def compute(self, batch: Batch, step: int, *, logged: bool = False) -> Tensor:
@@ -56,9 +56,9 @@ class Gradients:
                 if logged:
                     fraction = len(self.job.world.rows(self.job.batch_size)) / self.job.batch_size
                     loss = distributed.reduce_over_ranks(loss * fraction)
-                norms = self.layer_norms.add() if self.layer_norms else None
+                norms = self.layer_grad_norms.add() if self.layer_grad_norms else None
                 norm = clip_gradients(self.parameters, self.job.optim.clip_norm, norms)
-                layers = self.layer_norms.pop_means() if self.layer_norms and logged else loss.new_empty(0)
+                layers = self.layer_grad_norms.pop_means() if self.layer_grad_norms and logged else loss.new_empty(0)
                 return torch.cat([torch.stack([loss, norm]), layers])
             self._shrink(step, count_rows(batch))  # outside the handler, which holds the tensors of the failed pass
 

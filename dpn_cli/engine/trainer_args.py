@@ -48,7 +48,7 @@ class TrainJob:
         monitor: the metric to maximise, where the best weights are kept.
         gauges: returns further numbers for every record of the log, by name.
         layer_norms: log the norm of the gradient of every layer, too, and when the last `NORM_AVERAGE_STEPS` begin; see
-            `LayerNorms`.
+            `LayerGradNorms`.
         keep_best: save the weights with the best `monitor` as ``best``; needs `evaluate_every`.
         outputs: checkpoints, log and display. A checkpoint found there is resumed from.
     """

@@ -297,7 +297,7 @@ def _confusion(chart: ConfusionChart) -> Figure:
     totals = counts.sum(1, keepdims=True)
     shares = 100 * np.divide(counts, totals, out=np.zeros_like(counts), where=totals > 0)
     if len(counts) > MOST_NAMED:
-        return _scattered(shares)
+        return _draw_scatter(shares)
     names = [label(name) for name in chart.classes]
     label_width = max((TextPath((0, 0), name, size=8).get_extents().width / 72 for name in names if name), default=0.0)
     side = max(3.4, min(1.6 + 0.2 * len(counts), 8.0)) + max(0.0, label_width - ROOM)
@@ -315,7 +315,7 @@ def _confusion(chart: ConfusionChart) -> Figure:
     return figure
 
 
-def _scattered(shares: Values) -> Figure:
+def _draw_scatter(shares: Values) -> Figure:
     """Draw the confusions of many classes as points, whose area is the share of the true class."""
     figure, axes = _canvas(5.6, 5.9)
     for right, colour, text in ((True, COLOURS[0], "right"), (False, COLOURS[1], "taken for another class")):

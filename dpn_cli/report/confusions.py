@@ -18,7 +18,7 @@ def confusion_chart(name: str, classes: Sequence[str], counts: Sequence[Sequence
     """Return the chart of counts (classes, classes) of a `unit`, rows the truth, clustered where classes are many."""
     caption = "Rows are the true classes, columns the predicted ones."
     if len(classes) > MOST_NAMED:
-        order = clustered(counts)
+        order = cluster_classes(counts)
         counts = [[counts[true][predicted] for predicted in order] for true in order]
         classes = [classes[row] for row in order]
         caption += (
@@ -28,7 +28,7 @@ def confusion_chart(name: str, classes: Sequence[str], counts: Sequence[Sequence
     return ConfusionChart(name, "Confusion matrix", classes, counts, unit, caption=caption)
 
 
-def clustered(counts: Sequence[Sequence[int]]) -> list[int]:
+def cluster_classes(counts: Sequence[Sequence[int]]) -> list[int]:
     """Return an order of classes that puts classes that are confused with each other together.
 
     `counts` are (classes, classes), rows the truth. The distance of two classes is 1 minus the mean of the shares in

@@ -26,7 +26,7 @@ def render(title: str, sections: Sequence[PageSection], svgs: Mapping[str, Marku
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=_one_line,
+        finalize=_join_lines,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -62,7 +62,7 @@ def _group_charts(parts: Sequence[Part]) -> list[list[Part]]:
     return groups
 
 
-def _one_line(value: Any) -> Any:
+def _join_lines(value: Any) -> Any:
     return value if isinstance(value, Markup) else printable(value)
 
 

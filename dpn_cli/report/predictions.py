@@ -21,7 +21,7 @@ from dpn_cli.data.workers import open_loader
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.report.content import Cell, Gallery, PageImage, PageSection, Part, Table, TextBlock
 from dpn_cli.report.html import render
-from dpn_cli.report.tables import as_csv, flattened
+from dpn_cli.report.tables import as_csv, flatten
 from dpn_cli.report.thumbnails import thumbnail
 from dpn_cli.run import signals
 from dpn_cli.run.console import Console, count_noun
@@ -180,7 +180,7 @@ class Predictions:
             SaveError: a file cannot be written.
         """
         if self.written.csv:
-            replace_text(self.written.csv, as_csv(flattened(self.results)))
+            replace_text(self.written.csv, as_csv(flatten(self.results)))
         if self.written.html:
             images = [PageImage(small, lines(result)) for small, result in self.images]
             gallery = Gallery(self._caption(), images, across)

@@ -70,27 +70,27 @@ def sweep_findings(run: RunRecord, prefix: str, reader: Callable[[RunRecord], Re
     return Findings(metric, {}, [section, *curve_sections], warnings=[*failed, *warnings])
 
 
-def runs_table(pairs: Sequence[RunFindings]) -> Table:
+def runs_table(runs_with_findings: Sequence[RunFindings]) -> Table:
     """Return the table of all runs, one a row, without empty columns."""
     columns = ("run", "task", "network", "seed", "score", "", "steps", "hours", "images/s", "waiting", "status")
-    rows = [_run_row(run, findings) for run, findings in pairs]
+    rows = [_run_row(run, findings) for run, findings in runs_with_findings]
     filled = [number for number in range(len(columns)) if any(row[number] not in ("", None) for row in rows)]
     return Table(
-        "Runs" if len(pairs) > 1 else "Run",
+        "Runs" if len(runs_with_findings) > 1 else "Run",
         [columns[number] for number in filled],
         [[row[number] for number in filled] for row in rows],
         name="runs",
     )
 
 
-def paired_section(pairs: Sequence[RunFindings]) -> PageSection | None:
+def paired_section(runs_with_findings: Sequence[RunFindings]) -> PageSection | None:
     """Return the differences of later networks to the first, paired by seed; None for a single run.
 
     Groups that cannot be paired get one line with the reason.
     """
-    if len(pairs) < 2:
+    if len(runs_with_findings) < 2:
         return None
-    first, *others = group_runs(pairs)
+    first, *others = group_runs(runs_with_findings)
     parts: list[Part] = []
     if not others:
         parts = [TextBlock("All of these runs are of one network: there is nothing to take the difference of.")]
@@ -104,11 +104,11 @@ def paired_section(pairs: Sequence[RunFindings]) -> PageSection | None:
     return PageSection("Differences in pairs", parts)
 
 
-def fraction_chart(pairs: Sequence[RunFindings]) -> LineChart | None:
+def fraction_chart(runs_with_findings: Sequence[RunFindings]) -> LineChart | None:
     """Return the score of each network over the fraction of training images; None unless runs differ in it."""
     points: dict[str, list[Series]] = {}
-    metric, keys = "", differing_keys([run for run, _ in pairs])
-    for run, findings in pairs:
+    metric, keys = "", differing_keys([run for run, _ in runs_with_findings])
+    for run, findings in runs_with_findings:
         fraction = (run.config or {}).get("data", {}).get("fraction")
         if fraction is not None:
             for network, value in _network_scores(run, findings):
@@ -134,7 +134,7 @@ def _networks_compared(run: RunRecord, prefix: str) -> list[Part]:
         f"{names[keys[0]] if len(keys) == 1 else 'score'} in %",
         list(networks),
         {names[key]: [network[key] and network[key]["mean"] for network in networks.values()] for key in keys},
-        {names[key]: [_interval_reach(network[key]) for network in networks.values()] for key in keys},
+        {names[key]: [_interval_half_width(network[key]) for network in networks.values()] for key in keys},
         caption="Mean over seeds, with the 95 % t-interval where there are several.",
     )
     trials = [
@@ -148,7 +148,7 @@ def _network_table(key: str, compared: Json, note: str) -> Table:
     metric, differences = score_name(key), {entry["network"]: entry[key] for entry in compared["differences"]}
     columns = ("network", f"{metric} in %", "std", "n", "difference", "95 %", "pairs")
     rows = [
-        [name, *_mean_cells(network[key]), *_difference_cells(differences.get(name))]
+        [name, *_summary_cells(network[key]), *_difference_cells(differences.get(name))]
         for name, network in compared["networks"].items()
     ]
     width = len(columns) if differences else 4
@@ -156,7 +156,7 @@ def _network_table(key: str, compared: Json, note: str) -> Table:
     return Table(title, columns[:width], [row[:width] for row in rows], note=note, name="comparison")
 
 
-def _mean_cells(summary: Json | None) -> list[Cell]:
+def _summary_cells(summary: Json | None) -> list[Cell]:
     return [float(summary["mean"]), summary["std"], summary["n"]] if summary else [None, None, None]
 
 
@@ -165,7 +165,7 @@ def _difference_cells(summary: Mapping[str, Any] | None) -> list[Cell]:
     return [*as_text(summary), summary["n"]] if summary else [None, None, None]
 
 
-def _interval_reach(summary: Json | None) -> float | None:
+def _interval_half_width(summary: Json | None) -> float | None:
     """Return half the length of an interval, measured on the side that is not clipped."""
     if not summary or summary["ci95"] is None:
         return None

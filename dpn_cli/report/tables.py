@@ -89,7 +89,7 @@ def on_the_right(table: Table) -> list[bool]:
     return [bool(cells) and all(map(is_number, cells)) for cells in filled]
 
 
-def flattened(results: Sequence[Mapping[str, Any]]) -> list[list[Cell]]:
+def flatten(results: Sequence[Mapping[str, Any]]) -> list[list[Cell]]:
     """Return results as rows under a header, one a result: a list in it fills columns that end in _1, _2, …
 
     Every result has the same keys, and so has every entry of a list; rows are filled up to the longest list.

@@ -156,11 +156,11 @@ def table1(make: Trainings, seeds: Sequence[int]) -> Experiment:
             HIGHRES[arch],
             seeds,
         )
-    numbers += _probed(make, "imagenet21k", "ImageNet-21k", IMAGENET21K)
+    numbers += _probe_numbers(make, "imagenet21k", "ImageNet-21k", IMAGENET21K)
     return Experiment("table1", "ImageNet-1k and ImageNet-21k", "top-1 in %; ImageNet-21k: 25-shot", numbers)
 
 
-def _probed(make: Trainings, source: str, name: str, paper: dict[int, dict[str, Pair]]) -> list[Number]:
+def _probe_numbers(make: Trainings, source: str, name: str, paper: dict[int, dict[str, Pair]]) -> list[Number]:
     """Return the accuracies of the probe, over its three draws, after trainings by steps."""
     numbers: list[Number] = []
     for steps, pairs in paper.items():
@@ -177,7 +177,7 @@ def _probed(make: Trainings, source: str, name: str, paper: dict[int, dict[str, 
 
 def table2(make: Trainings, seeds: Sequence[int]) -> Experiment:
     """Pre-training on JFT-4B with a probe, and fine-tuning on ImageNet-1k."""
-    numbers = _probed(make, "jft", "JFT, 25-shot", JFT)
+    numbers = _probe_numbers(make, "jft", "JFT, 25-shot", JFT)
     for arch in make.select_archs(tuple(FINE_TUNED)):
         for (steps, pixels), pair in FINE_TUNED[arch].items():
             numbers += _pair(

@@ -18,7 +18,7 @@ from dpn_cli.report.reading import hours, read_run
 from dpn_cli.reproduce.experiment import Experiment, Locations, PaperTrial, chain
 from dpn_cli.reproduce.run import layers
 from dpn_cli.reproduce.trainings import DATA_SETS, Trainings
-from dpn_cli.run.console import cell, folded, print_columns, width_of
+from dpn_cli.run.console import cell, print_columns, width_of, wrap_name
 from dpn_cli.weights.backbone import config_from_scratch
 from tasks.classify.config import resolve_steps
 from tasks.classify.pretrain_config import list_trials
@@ -38,7 +38,7 @@ ADE20K_CLASSES = 150
 def describe_experiments(experiments: Sequence[Experiment], locations: Locations) -> list[Json]:
     """Describe each experiment: trainings, data, weights, and the FLOPs and hours that are left."""
     trials = {trial.name: trial for experiment in experiments for trial in experiment.trials(locations.weights)}
-    rate = measured(list(trials.values()), locations)
+    rate = read_measured_cost(list(trials.values()), locations)
     return [_row(experiment, locations, rate) for experiment in experiments]
 
 
@@ -76,7 +76,7 @@ def print_list(rows: Sequence[Json], locations: Locations, make: Trainings) -> N
         columns["h here"] = [_hours(row["hours_left_here"]) for row in rows]
     console = RichConsole(highlight=False)
     room = console.width - width_of({**columns, "shows": [""]}) + len("shows")
-    columns["shows"] = [folded(text, " ", room) for text in columns["shows"]]
+    columns["shows"] = [wrap_name(text, " ", room) for text in columns["shows"]]
     print_columns(columns, right=("left", "H100-h", "h here"))
     missing = {name for row in rows for name, location in row["data"].items() if not location}
     for name in DATA_SETS:
@@ -99,7 +99,7 @@ def print_list(rows: Sequence[Json], locations: Locations, make: Trainings) -> N
 def _data(row: Json) -> str:
     """Return the data sets of an experiment, one a line, or two where the name is long."""
     names = (name if location else f"{name} (missing)" for name, location in row["data"].items())
-    return "\n".join(folded(name, " ", LONG) for name in names) or "the demo's"
+    return "\n".join(wrap_name(name, " ", LONG) for name in names) or "the demo's"
 
 
 def _hours(hours: float) -> str:
@@ -119,7 +119,7 @@ def gpu_hours(operations: int) -> float:
     return operations / (H100 * SHARE) / 3600
 
 
-def measured(trials: Sequence[PaperTrial], locations: Locations) -> float | None:
+def read_measured_cost(trials: Sequence[PaperTrial], locations: Locations) -> float | None:
     """Return the FLOPs per second of the finished trainings; None without one."""
     operations, seconds = 0, 0.0
     for trial in trials:

@@ -32,7 +32,7 @@ SCENES = "scenes"
 SMALL_STAGES = "stages=[{epochs: 1, grid: {lr: [0.001, 0.0003]}}, {epochs: 1, grid: {mixup: [0.0, 0.2]}}, {epochs: 2}]"
 
 
-def data_here() -> dict[str, str]:
+def select_real_data() -> dict[str, str]:
     """Return the data sets in $DPN_DATA_DIR and in the current folder, by name."""
     locations = {name: find_data(name) for name in DATA_SETS}
     return {name: location for name, location in locations.items() if location != "demo"}
@@ -77,24 +77,24 @@ class Trainings:
     def highres(self, pixels: int, start: PaperTrial, seed: int) -> PaperTrial:
         """Fine-tuning on ImageNet-1k at another resolution, Appendix D."""
         words = ("--image-size", str(pixels), "--seed", str(seed))
-        name = f"highres-{pixels}/{_after(start)}/seed{seed}"
+        name = f"highres-{pixels}/{_slug_of_start(start)}/seed{seed}"
         return PaperTrial(name, "finetune highres", words, (("--data", "imagenet"),), start)
 
     def vtab(self, start: PaperTrial, seeds: int) -> PaperTrial:
         """The sweep over VTAB-1k, with seeds of its own."""
         words = ("--seeds", str(seeds))
         return PaperTrial(
-            f"vtab/{_after(start)}/{seeds}-seeds", "finetune vtab", words, (("--data", "vtab-1k"),), start
+            f"vtab/{_slug_of_start(start)}/{seeds}-seeds", "finetune vtab", words, (("--data", "vtab-1k"),), start
         )
 
     def lit(self, start: PaperTrial, seed: int) -> PaperTrial:
         """A text tower trained against a frozen image tower, scored on ImageNet-1k."""
         data = (("--data", "pairs"), ("--zeroshot-data", "imagenet"))
-        return PaperTrial(f"lit/{_after(start)}/seed{seed}", "lit train", ("--seed", str(seed)), data, start)
+        return PaperTrial(f"lit/{_slug_of_start(start)}/seed{seed}", "lit train", ("--seed", str(seed)), data, start)
 
     def segmentation(self, fraction: str, start: PaperTrial, seed: int) -> PaperTrial:
         """Segmentation of ADE20K with a part of its training images, Appendix G."""
-        name = f"ade20k/{_after(start)}-{fraction.replace('/', '-')}/seed{seed}"
+        name = f"ade20k/{_slug_of_start(start)}-{fraction.replace('/', '-')}/seed{seed}"
         words = ("--fraction", fraction, "--seed", str(seed))
         return PaperTrial(name, "segment ade20k", words, (("--data", "ADEChallengeData2016"),), start)
 
@@ -153,22 +153,22 @@ class SmallTrainings(Trainings):
         """Fine-tuning on the demo's scenes."""
         size = {224: "64", 384: "96"}[pixels]
         words = ("--image-size", size, "--seed", str(seed), *self._length(), *DEMO)
-        return PaperTrial(f"highres-{size}/{_after(start)}/seed{seed}", "finetune highres", words, start=start)
+        return PaperTrial(f"highres-{size}/{_slug_of_start(start)}/seed{seed}", "finetune highres", words, start=start)
 
     def vtab(self, start: PaperTrial, seeds: int) -> PaperTrial:
         """The demo's tasks."""
         words = ("--seeds", str(seeds), "--steps", str(self.steps // 2), *DEMO)
-        return PaperTrial(f"vtab/{_after(start)}/{seeds}-seeds", "finetune vtab", words, start=start)
+        return PaperTrial(f"vtab/{_slug_of_start(start)}/{seeds}-seeds", "finetune vtab", words, start=start)
 
     def lit(self, start: PaperTrial, seed: int) -> PaperTrial:
         """A text tower for the demo's scenes."""
         words = ("--seed", str(seed), "--steps", str(self.steps), *DEMO)
-        return PaperTrial(f"lit/{_after(start)}/seed{seed}", "lit train", words, start=start)
+        return PaperTrial(f"lit/{_slug_of_start(start)}/seed{seed}", "lit train", words, start=start)
 
     def segmentation(self, fraction: str, start: PaperTrial, seed: int) -> PaperTrial:
         """The demo's masks."""
         words = ("--fraction", fraction, "--seed", str(seed), "--steps", str(self.steps), *DEMO)
-        name = f"ade20k/{_after(start)}-{fraction.replace('/', '-')}/seed{seed}"
+        name = f"ade20k/{_slug_of_start(start)}-{fraction.replace('/', '-')}/seed{seed}"
         return PaperTrial(name, "segment ade20k", words, start=start)
 
     def sun397(self, arch: str, stem: str) -> PaperTrial:
@@ -187,6 +187,6 @@ def _slug(*parts: str) -> str:
     return "-".join(parts).replace("/", "-").replace("*", "star").replace(",", "_")
 
 
-def _after(start: PaperTrial) -> str:
+def _slug_of_start(start: PaperTrial) -> str:
     """Return the name of what starts from a training: that of the training, without its seed."""
     return start.group.replace("/", "-")

@@ -86,7 +86,7 @@ class Checkpoints:
                     ),
                 )
 
-        new_folder = distributed.on_leader(world, create_folder)
+        new_folder = distributed.run_on_leader(world, create_folder)
         with self._saving(name):
             try:
                 whole_tensors = {key: value.detach() for key, value in tensors.items()}
@@ -94,8 +94,8 @@ class Checkpoints:
             except CheckpointException as error:  # which holds the errors of all ranks
                 raise next(iter(error.failures.values()))[0] from error
         part_files = sorted(new_folder.glob("*.safetensors"))
-        digests = distributed.on_all(compute_digests)
-        distributed.on_leader(world, publish)
+        digests = distributed.run_on_all(compute_digests)
+        distributed.run_on_leader(world, publish)
 
     def load(self, name: str, warn: Callable[[str], None], empty: Empty | None = None) -> State | None:
         """Return the state that was saved last under `name`, or the one before it when that is damaged.

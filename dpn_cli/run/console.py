@@ -40,10 +40,10 @@ UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u20
 
 def printable(text: object) -> str:
     """Return text on one line with control characters escaped: ``\\x1b[31m`` for the code of red text."""
-    return UNPRINTABLE.sub(_escaped, str(text))
+    return UNPRINTABLE.sub(_escape, str(text))
 
 
-def _escaped(match: re.Match[str]) -> str:
+def _escape(match: re.Match[str]) -> str:
     code = ord(match.group())
     undecoded = 0xDC80 <= code <= 0xDCFF  # how Python keeps a byte that is not UTF-8
     return f"\\x{code - 0xDC00:02x}" if undecoded else match.group().encode("unicode_escape").decode()
@@ -54,7 +54,7 @@ def cell(text: object) -> str:
     return escape(printable(text))
 
 
-def folded(text: str, separator: str, width: int) -> str:
+def wrap_name(text: str, separator: str, width: int) -> str:
     """Break a text behind separators into lines of at most `width` characters; a longer part stays whole."""
     lines = [""]
     for part in text.replace(separator, f"{separator}\n").splitlines():

@@ -60,7 +60,7 @@ class World:
         return len(range(self.rank, count, self.size))
 
 
-def ranks_here() -> int:
+def count_local_ranks() -> int:
     """Return the number of ranks that torchrun started on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
 
@@ -78,7 +78,7 @@ def join(device: str, patience: timedelta | None = None, *, shard: bool = False)
         int(os.environ.get(name, default))
         for name, default in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0"))
     )
-    local_ranks = ranks_here()
+    local_ranks = count_local_ranks()
     device_used = _device(device, local)
     if device_used.type == "cuda":
         torch.cuda.set_device(device_used)
@@ -99,7 +99,7 @@ def join(device: str, patience: timedelta | None = None, *, shard: bool = False)
     except RuntimeError as error:  # another rank has ended, or was never there
         raise WorkerError(f"the ranks did not find each other ({' '.join(str(error).split())[:120]})") from error
     try:
-        with lost_rank():
+        with detect_lost_rank():
             yield World(rank, size, device_used, local_ranks)
             dist.barrier()  # gloo aborts at exit when a rank leaves while another still talks to it
     finally:
@@ -128,7 +128,7 @@ def refuse_ranks(world: World, command: str) -> None:
 
 
 @contextmanager
-def lost_rank() -> Iterator[None]:
+def detect_lost_rank() -> Iterator[None]:
     """Turn gloo's error about another rank that has ended, or is out of reach, into a `WorkerError`."""
     try:
         yield
@@ -213,7 +213,7 @@ def from_all(value: ValueT) -> list[ValueT]:
     return values
 
 
-def on_all(compute: Callable[[], ValueT]) -> list[ValueT]:
+def run_on_all(compute: Callable[[], ValueT]) -> list[ValueT]:
     """Return on every rank what each of them computes, in their order; what stops one stops all."""
     value, problem = None, None
     try:
@@ -232,7 +232,7 @@ def rank_and_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def on_leader(world: World, compute: Callable[[], ValueT]) -> ValueT:
+def run_on_leader(world: World, compute: Callable[[], ValueT]) -> ValueT:
     """Return on every rank what rank 0 computes; what stops it there stops all ranks."""
     value, problem = None, None
     if world.leads:

@@ -30,7 +30,7 @@ ABANDONED = 60.0
 
 
 @contextlib.contextmanager
-def claimed(folder: Path, on_wait: Callable[[], None] | None = None, patience: float | None = None) -> Iterator[None]:
+def claim(folder: Path, on_wait: Callable[[], None] | None = None, patience: float | None = None) -> Iterator[None]:
     """Claim a folder by locking a file next to it, so that other processes that claim it wait.
 
     Raises `DpnError` when another process still holds it after `patience` seconds, usually 10; with `on_wait`, calls

@@ -38,7 +38,7 @@ def part_of(memory: int, parts: int) -> int:
     return part
 
 
-def parts_that_fit(memory: int, reserved: int, most: int) -> int:
+def max_processes_per_gpu(memory: int, reserved: int, most: int) -> int:
     """Return how many processes, at most `most`, fit on a GPU when the allocator of each reserves so many bytes."""
     return max(1, min(most, int((1 - SPARE) * memory / (reserved + CONTEXT))))
 
@@ -68,7 +68,7 @@ def measure(device: torch.device) -> None:
     if device.type != "cuda" or not file:
         return
     reserved = torch.cuda.max_memory_reserved(device)
-    parts = parts_that_fit(torch.cuda.get_device_properties(device).total_memory, reserved, int(most))
+    parts = max_processes_per_gpu(torch.cuda.get_device_properties(device).total_memory, reserved, int(most))
     del os.environ[SHARE]
     if parts > 1:
         os.environ[SHARE] = str(parts)

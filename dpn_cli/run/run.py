@@ -25,10 +25,10 @@ from dpn_cli.run.artifact_kinds import Kind
 from dpn_cli.run.callbacks import Outputs
 from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.console import Console, count_noun
-from dpn_cli.run.distributed import World, from_leader, join, lost_rank
+from dpn_cli.run.distributed import World, detect_lost_rank, from_leader, join
 from dpn_cli.run.elastic import TorchrunLaunch, current_torchrun
 from dpn_cli.run.environment import read_config
-from dpn_cli.run.files import claimed, make_folder
+from dpn_cli.run.files import claim, make_folder
 from dpn_cli.run.run_dir import MetricsLog, RunFolder
 from dpn_cli.run.trackers import Track, build_tracker
 
@@ -69,12 +69,12 @@ class Run(Generic[ConfigT]):
 
     def claim(self, path: Path) -> AbstractContextManager[None]:
         """Claim the folder of a part of the work, on rank 0. Raises `DpnError` when another process has claimed it."""
-        return claimed(path) if self.world.leads else nullcontext()
+        return claim(path) if self.world.leads else nullcontext()
 
     def claim_unless(self, fact: str) -> AbstractContextManager[None]:
         """Claim the run's folder for one trial of several, to write a fact of run.json that is not yet there."""
         first = self.one_trial and not self.folder.facts.get(fact)
-        return claimed(self.folder.path, on_wait=signals.check_here) if first else nullcontext()
+        return claim(self.folder.path, on_wait=signals.check_here) if first else nullcontext()
 
     def tracker(self, report_to: str) -> Track:
         """Return a function that sends records to the tracker of that name, from the leading rank only."""
@@ -134,7 +134,7 @@ def open_run(
             console.info(f"run folder {path}")
             if world.leads:
                 _record_command(folder, launch, torchrun, console)
-        with _status(folder, reports=world.leads and not one_trial), lost_rank():
+        with _status(folder, reports=world.leads and not one_trial), detect_lost_rank():
             config = with_saved_decoder(config, from_leader(folder.facts))
             if world.leads and folder.result is None:
                 _record_precision(folder, precision, console)
@@ -285,7 +285,7 @@ def open_folder(
         try:
             if claims is not None:
                 if not (one_trial and RunFolder(path).facts):
-                    claims.enter_context(claimed(path, patience=patience))
+                    claims.enter_context(claim(path, patience=patience))
                 make_folder(path)
             plain = config.model_dump(mode="json")
             complete = partial(_complete_config, config, RunFolder(path).facts)

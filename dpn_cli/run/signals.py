@@ -50,7 +50,7 @@ def listen(ending: str = RESUME) -> Iterator[None]:
         _received.clear()
 
 
-def requested() -> int | None:
+def requested_signal() -> int | None:
     """Return the signal that any rank has received, or None. Every rank must call it at the same point."""
     number = distributed.max_over_ranks(_received[0] if _received else 0)
     return number or None
@@ -64,6 +64,6 @@ def check_here() -> None:
 
 def check() -> None:
     """Raise `StoppedError` when any rank has received a signal, in loops whose work is redone on resume."""
-    number = requested()
+    number = requested_signal()
     if number is not None:
         raise StoppedError(number)

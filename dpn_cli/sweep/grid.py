@@ -205,7 +205,7 @@ class SweepConfig(CompareConfig, TrainingConfig):
         tuple[Seed, ...],
         BeforeValidator(parse_seeds),
         Field(description=SEED_COUNT),
-        SEEDS.but(
+        SEEDS.replace(
             help="Train from several seeds, a number of them or a list (3 is 0,1,2), and print mean and deviation.",
             unset="the one of --seed",
         ),

@@ -71,7 +71,7 @@ class SweepRunner:
         All networks are loaded before anything is trained. A trial that runs out of memory or diverges is noted in the
         result and tried again when the sweep is resumed; everything else raises `DpnError`.
         """
-        trials = self._trials(config, console, launch.dry_run)
+        trials = self._make_trials(config, console, launch.dry_run)
         check_trial_number(launch.trial, len(trials))
         with open_run(config, config.runtime, "comparison", launch, self._folder(config, trials), console) as run:
             if launch.dry_run:
@@ -93,7 +93,7 @@ class SweepRunner:
 
     def trials(self, config: SweepConfig) -> list[str]:
         """Return the names of the trials, in the order of their numbers."""
-        return [trial.folder for trial in self._trials(config, Console(quiet=True))]
+        return [trial.folder for trial in self._make_trials(config, Console(quiet=True))]
 
     def show(self, result: Result) -> None:
         """Print the tables of a sweep on stdout."""
@@ -109,7 +109,7 @@ class SweepRunner:
             for cost in costs:
                 launch.on_cost(replace(cost.times(seeds), name=trial.network))
 
-    def _trials(self, config: SweepConfig, console: Console, dry_run: bool = False) -> list[Trial]:
+    def _make_trials(self, config: SweepConfig, console: Console, dry_run: bool = False) -> list[Trial]:
         trials = []
         for name, network_config in config.by_network().items():
             with prefix_errors(name):

@@ -53,7 +53,7 @@ class SupervisedData(SampledData):
 
     source: Annotated[
         DataPlace | None,
-        DATA_SOURCE.but(
+        DATA_SOURCE.replace(
             help="Folder with train/CLASS and val/CLASS (or CLASS, with --val-fraction), a packed folder (dpn data "
             "pack) or its URL, hf:OWNER/NAME[:CONFIGURATION], wds:PATTERN, or demo.",
             unset="$DPN_DATA_DIR/imagenet, ./imagenet, else demo",
@@ -66,7 +66,7 @@ class SupervisedData(SampledData):
     label_column: LabelColumn = None
     decode: Annotated[
         Literal["exact", "fast", "pillow"],
-        DECODE.but(
+        DECODE.replace(
             help="exact: the reference's pixels; fast: JPEGs shrunk while they are decoded; pillow: Pillow's pixels."
         ),
     ] = "exact"

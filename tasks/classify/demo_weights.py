@@ -27,7 +27,7 @@ def demo_backbone(stem: str, console: Console, *, trained: bool = True) -> str:
     plain = pretrain_config.resolve("imagenet", None, None, None, {"data": {"source": "demo"}}, {})
     built = build(pretrain_config.PretrainConfig, merge(plain, {"backbone": {"stem": stem}}), "demo tower")
     if not trained:
-        return _untrained(built, console)
+        return _build_untrained(built, console)
     console.info(f"no image tower yet: 'dpn pretrain --data demo' first makes {path}, for all demos to come")
     from tasks.classify import pretrain as command
     from tasks.classify.classifier import WEIGHTS
@@ -42,7 +42,7 @@ def demo_backbone(stem: str, console: Console, *, trained: bool = True) -> str:
     return str(path)
 
 
-def _untrained(config: pretrain_config.PretrainConfig, console: Console) -> str:
+def _build_untrained(config: pretrain_config.PretrainConfig, console: Console) -> str:
     console.info(
         "no image tower yet: the dry run takes one of random weights; a training would make it first, as "
         "'dpn pretrain --data demo' does"

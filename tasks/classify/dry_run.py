@@ -58,13 +58,13 @@ def dry_run_training(run: Run[ConfigT], data: ClassData) -> Cost:
         )
         workers = count_workers(config.runtime.workers, world.device, world.local_ranks)
         return DryRunSetup(
-            engine.prepare(model, config.runtime, world), job, _sampled(config, model, data, world), workers
+            engine.prepare(model, config.runtime, world), job, _sample_work(config, model, data, world), workers
         )
 
     return dry_run_fit(build_setup, name, run.folder.path, weights=weights)
 
 
-def _sampled(config: SupervisedConfig, model: Backbone, data: ClassData, world: World) -> Sampled:
+def _sample_work(config: SupervisedConfig, model: Backbone, data: ClassData, world: World) -> Sampled:
     """Return the evaluation of one batch per rank, on minival if any; no score is shown."""
     split = data.minival if data.minival.labels else data.val
     samples = first_batch(split, config.eval_batch_size, world)

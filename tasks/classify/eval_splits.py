@@ -100,7 +100,7 @@ def open_part(
     and validation. Raises `DataError`.
     """
     split_name: Split = split or "val"
-    own_part = _own_data(source, split_name, facts)
+    own_part = _open_own_splits(source, split_name, facts)
     if own_part is not None:
         part = (
             ConcatImages([own_part.train, own_part.minival, own_part.val])
@@ -113,7 +113,7 @@ def open_part(
         check_classes(source, classes, val_classes)
         return ConcatImages([train, val]), classes, None
     split_images, classes = open_split(source, "train" if split_name == "all" else split_name)
-    changed = split_name == "val" and not has_split(source, "val") and _same_place(source, facts)
+    changed = split_name == "val" and not has_split(source, "val") and _has_same_location(source, facts)
     return split_images, classes, CHANGED if changed else None
 
 
@@ -121,12 +121,12 @@ def _data_of_run(facts: Mapping[str, Any]) -> dict[str, Any]:
     return (facts.get("config") or {}).get("data") or {}
 
 
-def _same_place(source: ImageSource, facts: Mapping[str, Any]) -> bool:
+def _has_same_location(source: ImageSource, facts: Mapping[str, Any]) -> bool:
     sources = source.location, _data_of_run(facts).get("source") or ""
     return sources[0] == sources[1] or len(set(map(real_path, sources))) == 1
 
 
-def _own_data(source: ImageSource, split: Split, facts: Mapping[str, Any]) -> ClassData | None:
+def _open_own_splits(source: ImageSource, split: Split, facts: Mapping[str, Any]) -> ClassData | None:
     """Split `source` as the run split its data; None where these are not the run's data, image for image."""
     data_config = _data_of_run(facts)
     if not data_config or (split == "val" and has_split(source, "val") and not data_config.get("val_source")):

@@ -177,7 +177,11 @@ def model_card(classifier: Classifier, kind: Kind, digest: str) -> str:
         f"  fractions of a grey level dropped; values in [0, 1]; normalisation: {normalization}.",
         f"- Output: {len(names)} logits; {classifier.loss} gives probabilities.",
         f"- Classes: {class_list}",
-        *(_distilled(facts["distilled"]) if "distilled" in facts else [f"- Top-1 on minival: {_percent(scored)}"]),
+        *(
+            _describe_distillation(facts["distilled"])
+            if "distilled" in facts
+            else [f"- Top-1 on minival: {_percent(scored)}"]
+        ),
         f"- Parameters: {model.report.parameters / 1e6:.2f} M; SHA-256 of the file `{digest}`",
         "",
         "## How it was made",
@@ -190,7 +194,7 @@ def model_card(classifier: Classifier, kind: Kind, digest: str) -> str:
     return "\n".join(lines)
 
 
-def _distilled(facts: Mapping[str, Any]) -> list[str]:
+def _describe_distillation(facts: Mapping[str, Any]) -> list[str]:
     """Return the card's lines of the teacher, the images and the agreement with the teacher."""
     teacher = facts["teacher"]
     return [

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from dpn_cli.config.launch import find_start
-from dpn_cli.config.load import Logger, Plain, discard_message, last_given, merge, merge_layers, read_config
+from dpn_cli.config.load import Logger, Plain, discard_message, find_last_value, merge, merge_layers, read_config
 from dpn_cli.config.option import TRAIN, flag
 from dpn_cli.config.paths import DEMOS, find_data
 from dpn_cli.config.schema import Optim
@@ -41,12 +41,12 @@ def resolve(
     Raises `DpnError` as `merge_layers` does.
     """
     file, command = read_config(config_file) if config_file else {}, merge(flags, settings)
-    source = last_given("data", "source", file, command) or find_data("imagenet")
-    scratch = last_given("backbone", "checkpoint", file, command) == "none"
+    source = find_last_value("data", "source", file, command) or find_data("imagenet")
+    scratch = find_last_value("backbone", "checkpoint", file, command) == "none"
     own_config = "pretrain_own" if scratch and config_file != "highres_own" else "highres_own"
     shipped = "highres_demo" if source in DEMOS else choose_config(str(source), config_file, "highres", own_config, log)
     base = read_config(shipped)
-    if shipped == "highres_demo" and not scratch and last_given("backbone", "checkpoint", file, command):
+    if shipped == "highres_demo" and not scratch and find_last_value("backbone", "checkpoint", file, command):
         base = merge(base, {"backbone": {"arch": None, "pool": None}})  # those of the demo's network from scratch
     return merge(merge_layers(base, file, command, shipped, log), {"data": {"source": source}})
 

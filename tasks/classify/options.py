@@ -35,14 +35,14 @@ LABELLED = flag(
     help="Folder with val/CLASS or CLASS, hf:OWNER/NAME[:CONFIGURATION], wds:PATTERN, or demo.",
     panel=DATA,
 )
-OWN_SIZE = IMAGE_SIZE.but(unset="the checkpoint's own")
+OWN_SIZE = IMAGE_SIZE.replace(unset="the checkpoint's own")
 
 
 class EvalOptions(EvaluationOptions):
     """Options of ``dpn eval``."""
 
     network: Annotated[str, argument("A run's folder, or a checkpoint with a head.")]
-    source: Annotated[DataPlace | None, LABELLED.but(unset="the run's")] = None
+    source: Annotated[DataPlace | None, LABELLED.replace(unset="the run's")] = None
     split: Annotated[
         Literal["train", "val", "all"] | None,
         flag(
@@ -62,7 +62,7 @@ class EvalOptions(EvaluationOptions):
     batch_size: ForwardBatchSize = 64
     output_dir: Annotated[
         Path | None,
-        SCORES_DIR.but(help="Folder for the scores, every prediction, and what 'dpn report' shows of them."),
+        SCORES_DIR.replace(help="Folder for the scores, every prediction, and what 'dpn report' shows of them."),
     ] = None
 
 
@@ -97,7 +97,7 @@ class ProbeOptions(Section):
     source: Annotated[DataPlace, LABELLED]
     compare: Annotated[
         Networks,
-        COMPARE.but(
+        COMPARE.replace(
             help="Probe several networks on the same draws and print the paired difference: stems, e.g. none,dpn, with "
             "{stem} in CHECKPOINT, or 'checkpoint=A.npz;checkpoint=B.npz'."
         ),

@@ -16,8 +16,8 @@ from dpn_cli.config.load import (
     Plain,
     build,
     discard_message,
+    find_last_value,
     from_flags,
-    last_given,
     merge,
     merge_layers,
     read_config,
@@ -77,12 +77,12 @@ class Stage(Section):
 class NewNetwork(SupervisedNetwork):
     """A network from scratch, described by its config alone."""
 
-    arch: Annotated[str | None, ARCH.but(unset="needed")] = None
-    stem: Annotated[Stem | None, STEM.but(unset="dpn")] = None
-    norm: Annotated[Norm | None, NORM.but(unset="ln")] = None
-    placement: Annotated[Placement | None, PLACEMENT.but(unset="pre,pre")] = None
+    arch: Annotated[str | None, ARCH.replace(unset="needed")] = None
+    stem: Annotated[Stem | None, STEM.replace(unset="dpn")] = None
+    norm: Annotated[Norm | None, NORM.replace(unset="ln")] = None
+    placement: Annotated[Placement | None, PLACEMENT.replace(unset="pre,pre")] = None
     checkpoint: str | None = None
-    image_size: Annotated[Pixels | None, IMAGE_SIZE.but(unset="224")] = None
+    image_size: Annotated[Pixels | None, IMAGE_SIZE.replace(unset="224")] = None
     posemb: Posemb | None = None
     dropout: Annotated[float, Field(ge=0, lt=1), flag("--dropout", help="Dropout rate.", panel=MODEL)] = 0.0
 
@@ -151,8 +151,8 @@ def resolve(
     if name not in CONFIGS:
         raise DpnError(f"--base-config {name!r}: choose one of {', '.join(CONFIGS)}{did_you_mean(name, CONFIGS)}")
     file, command = read_config(config_file) if config_file else {}, merge(flags, settings)
-    explicit_source = last_given("data", "source", file, command)
-    arch = last_given("backbone", "arch", file, command)
+    explicit_source = find_last_value("data", "source", file, command)
+    arch = find_last_value("backbone", "arch", file, command)
     source = _part_of(str(explicit_source), name) if explicit_source else find_data(DATA.get(name, name))
     demo = source in DEMOS
     if demo and name == "sun397":
@@ -186,7 +186,7 @@ def resolve(
         _check_searched(plain, command)
     data = {"source": DEMO_OBJECTS if demo else source}
     if name == "cifar100" and str(source).startswith("hf:"):  # the hub's copy has coarse labels, too
-        data["label_column"] = last_given("data", "label_column", file, command) or "fine_label"
+        data["label_column"] = find_last_value("data", "label_column", file, command) or "fine_label"
     return merge(plain, {"data": data})
 
 

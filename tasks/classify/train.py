@@ -93,7 +93,7 @@ def train(run: Run[ConfigT], data: ClassData, task: str) -> Json:
     }
     if options := final_probe_options(config):
         transform = classifier.transform if classifier.resize_side is None else None
-        result["fewshot"] = distributed.on_leader(
+        result["fewshot"] = distributed.run_on_leader(
             world, lambda: probe_network(classifier.model, options, world.device, console, transform)
         )
     if warning := result_warning("validation top-1", scores.top1, scores.floors, scores.images):
@@ -125,17 +125,17 @@ def loss_of(config: SupervisedConfig, model: Backbone, classes: int) -> engine.L
         return torch.lerp(target, torch.full_like(target, 1 / classes), config.label_smoothing)
 
     def loss(trainable: nn.Module, batch: engine.Batch) -> Tensor:
-        image = normalized(model, batch["image"])
+        image = normalize(model, batch["image"])
         target = batch["target"] if "target" in batch else one_hot(batch["label"])
         if "mix" in batch:
-            image = blend(image, normalized(model, batch["other_image"]), batch["mix"])
+            image = blend(image, normalize(model, batch["other_image"]), batch["mix"])
             target = blend(target, one_hot(batch["other_label"]), batch["mix"])
         return LOSSES[config.loss](trainable(image).float(), target)
 
     return loss
 
 
-def normalized(model: Backbone, image: Tensor) -> Tensor:
+def normalize(model: Backbone, image: Tensor) -> Tensor:
     """Return images (b, 3, h, w) in the network's input range, where floating-point ones are already."""
     return image if image.is_floating_point() else model.normalize(image)
 
@@ -169,7 +169,7 @@ def training_batches(
     if config.mixing == "big_vision":
         return batches
     mixup = make_mixup(config.mixup, config.cutmix, config.label_smoothing, len(data.classes))
-    return mix_batches(batches, mixup, partial(normalized, model), config.seed)
+    return mix_batches(batches, mixup, partial(normalize, model), config.seed)
 
 
 class _ClassifierTraining:
@@ -257,7 +257,7 @@ class _ClassifierTraining:
 
     def fewshot(self, shots: int) -> float:
         """Return the accuracy in percent on minival of a probe on a few training images per class."""
-        return distributed.on_leader(self.world, lambda: self._probe(shots))
+        return distributed.run_on_leader(self.world, lambda: self._probe(shots))
 
     def _probe(self, shots: int) -> float:
         pool, classes = shot_pool(self.data.train), len(self.data.classes)

@@ -30,7 +30,7 @@ from dpn_cli.errors import DataError
 from dpn_cli.run import distributed, signals
 from dpn_cli.run.console import Console, count_noun
 from dpn_cli.run.distributed import World
-from dpn_cli.run.files import claimed, remove_leftovers, replace_json
+from dpn_cli.run.files import claim, remove_leftovers, replace_json
 from tasks.lit.cache_write import Shard, content_digest, write_cache
 from tasks.lit.captions import CaptionedImages
 from tasks.lit.features import Features, ImageEncoder
@@ -87,7 +87,7 @@ def cached_features(
         signals.check_here()
         console.info(f"waiting for another process, which encodes images into {folder}")
 
-    with claimed(folder, wait) if world.leads else nullcontext():
+    with claim(folder, wait) if world.leads else nullcontext():
         if world.leads:
             remove_leftovers(folder)
             _remove_version_1(root, facts, console)

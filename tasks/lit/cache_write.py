@@ -75,7 +75,7 @@ def write_cache(data: CaptionedImages, encoder: ImageEncoder, work: Work, batch:
     """
     last_message_time, parts = time.monotonic(), list[_Part]()
     for number, (shard, stamps) in enumerate(work):
-        rows = _changed(data, shard, stamps)
+        rows = _find_changed(data, shard, stamps)
         if rows:
             parts.append(_Part(shard, stamps, rows))
         if time.monotonic() - last_message_time >= LINE_EVERY:
@@ -85,7 +85,7 @@ def write_cache(data: CaptionedImages, encoder: ImageEncoder, work: Work, batch:
         _encode(data, encoder, parts, batch, console)
 
 
-def _changed(data: CaptionedImages, shard: Shard, stamps: dict[int, str]) -> list[int]:
+def _find_changed(data: CaptionedImages, shard: Shard, stamps: dict[int, str]) -> list[int]:
     """Return the rows of a shard to encode; save the current stamps of the others' files."""
     try:
         facts = shard.facts()

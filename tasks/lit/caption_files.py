@@ -82,7 +82,7 @@ def read_coco(path: Path, root: Path, splits: Sequence[str] | None, skip_bad: bo
             f"(images, annotations): {type(error).__name__} {' '.join(str(error).split())[:80]}"
         ) from error
     if not files.captions:
-        available_splits = splits_in(path)
+        available_splits = find_splits_in_file(path)
         if splits is None or not available_splits.isdisjoint(splits):
             raise DataError(f"{path}: no captions")
         raise DataError(
@@ -109,7 +109,7 @@ def _coco_folder(path: Path, root: Path) -> Path:
     return next((parent / split for parent in (root, root.parent) if prefix and (parent / split).is_dir()), root)
 
 
-def splits_in(path: Path) -> set[str]:
+def find_splits_in_file(path: Path) -> set[str]:
     """Return the splits that Karpathy's captions JSON has images of; none for a JSON of another form."""
     try:
         return {str(image["split"]) for image in _read_json(path)["images"] if "split" in image}

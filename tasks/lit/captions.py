@@ -15,7 +15,7 @@ from pathlib import Path
 from PIL import Image
 
 from dpn_cli.data.compact import Chosen, PackedStrings, Rows, pack_integers
-from dpn_cli.data.decode import inside, open_image
+from dpn_cli.data.decode import open_image, resolve_below
 from dpn_cli.data.image_errors import report_error
 from dpn_cli.data.remote import RemotePath
 from dpn_cli.data.sources import synthetic
@@ -128,7 +128,7 @@ class CaptionedFiles(CaptionedImages):
 
     def add(self, name: str, raw: Iterable[object], location: str) -> None:
         """Add an image. One that is missing or has no text is left out or an error."""
-        path = inside(self.root, name, location)
+        path = resolve_below(self.root, name, location)
         captions = sentences(raw, f"{location}: {name}", self.skip_bad)
         status = _status(path)
         if status is None and not self.skip_bad:

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from dpn_cli.arch import SIZES, nearest
+from dpn_cli.arch import SIZES, find_nearest
 from dpn_cli.config.launch import SCRATCH_PIXELS, find_start
-from dpn_cli.config.load import Logger, Plain, discard_message, last_given, merge, merge_layers, read_config
+from dpn_cli.config.load import Logger, Plain, discard_message, find_last_value, merge, merge_layers, read_config
 from dpn_cli.config.network import IMAGE_SIZE, BackboneConfig
 from dpn_cli.config.option import DATA, MODEL, TRAIN, flag
 from dpn_cli.config.schema import (
@@ -58,16 +58,18 @@ class CaptionData(ImageReading):
 
     source: Annotated[
         DataPlace | None,
-        DATA_SOURCE.but(
+        DATA_SOURCE.replace(
             help="Captioned images: a .csv or .tsv (file, caption), COCO's captions .json, a folder with NAME.txt "
             "next to each image, wds:PATTERN, hf:OWNER/NAME[:CONFIGURATION], or demo.",
             unset="demo",
         ),
     ] = None
-    val_source: Annotated[DataPlace | None, VAL_DATA.but(help="Other captioned images to score retrieval on.")] = None
+    val_source: Annotated[DataPlace | None, VAL_DATA.replace(help="Other captioned images to score retrieval on.")] = (
+        None
+    )
     val_fraction: Annotated[
         Annotated[float, Field(gt=0, lt=1)] | None,
-        VAL_FRACTION.but(help="Share held out without --val-data.", unset="0.01, 50 to 5000 images"),
+        VAL_FRACTION.replace(help="Share held out without --val-data.", unset="0.01, 50 to 5000 images"),
     ] = None
     zeroshot: Annotated[
         DataPlace | None,
@@ -138,16 +140,16 @@ class TextRuntime(Runtime):
 
     micro_batch_size: Annotated[
         Positive | Literal["auto"],
-        MICRO_BATCH_SIZE.but(help="Texts per forward pass, or auto; the loss is always that of the whole batch."),
+        MICRO_BATCH_SIZE.replace(help="Texts per forward pass, or auto; the loss is always that of the whole batch."),
     ] = "auto"
 
 
 class ImageTower(BackboneConfig):
     """The frozen image tower."""
 
-    image_size: Annotated[Pixels | None, IMAGE_SIZE.but(unset="the tower's own; from scratch 224, the demo's 64")] = (
-        None
-    )
+    image_size: Annotated[
+        Pixels | None, IMAGE_SIZE.replace(unset="the tower's own; from scratch 224, the demo's 64")
+    ] = None
 
 
 class LitConfig(SweepConfig):
@@ -162,8 +164,8 @@ class LitConfig(SweepConfig):
     ] = "softmax"
     temperature: Annotated[float, Field(gt=0)] = 10.0
     bias: float = -10.0
-    seed: Annotated[Seed, SEED.but(help="Seed of the order, captions, views and text tower.")] = 0
-    batch_size: Annotated[Positive, BATCH_SIZE.but(help="Pairs per optimizer step over all ranks.")]
+    seed: Annotated[Seed, SEED.replace(help="Seed of the order, captions, views and text tower.")] = 0
+    batch_size: Annotated[Positive, BATCH_SIZE.replace(help="Pairs per optimizer step over all ranks.")]
     runtime: TextRuntime = TextRuntime()
 
     @model_validator(mode="after")
@@ -181,7 +183,7 @@ def resolve(
     Raises `DpnError` as `merge_layers` does.
     """
     file, command = read_config(config_file) if config_file else {}, merge(flags, settings)
-    source = last_given("data", "source", file, command) or "demo"
+    source = find_last_value("data", "source", file, command) or "demo"
     shipped = "lit_demo" if source == "demo" else "lit"
     return merge(merge_layers(read_config(shipped), file, command, shipped, log), {"data": {"source": source}})
 
@@ -194,7 +196,7 @@ def finalize(config: LitConfig, demo_checkpoint: str | None = None) -> LitConfig
     """
     backbone, size = config.backbone, config.text.size
     if size is not None and size not in SIZES:
-        close = nearest(size, SIZES)
+        close = find_nearest(size, SIZES)
         raise DpnError(
             f"--text-size {size!r}: choose one of {', '.join(SIZES)}" + (f"; did you mean {close!r}?" if close else "")
         )

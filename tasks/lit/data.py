@@ -15,7 +15,7 @@ from dpn_cli.data.sources.hub import load_hub, parse_hub_source
 from dpn_cli.data.sources.synthetic import SceneSplit
 from dpn_cli.data.splits import hash_order
 from dpn_cli.errors import DataError
-from tasks.lit.caption_files import read_coco, read_folder, read_table, splits_in
+from tasks.lit.caption_files import find_splits_in_file, read_coco, read_folder, read_table
 from tasks.lit.captions import CaptionedImages, HubCaptions, SceneCaptions, ShardCaptions, Subset
 
 # Karpathy's splits: the images that COCO's validation set lends to training are "restval".
@@ -71,7 +71,9 @@ def has_split(source: CaptionSource, split: str) -> bool:
         return True
     if is_hub(location):
         return _hub_split(location, split) is not None
-    return location.endswith(".json") and not splits_in(Path(location).expanduser()).isdisjoint(KARPATHY[split])
+    return location.endswith(".json") and not find_splits_in_file(Path(location).expanduser()).isdisjoint(
+        KARPATHY[split]
+    )
 
 
 def open_split(source: CaptionSource, split: str) -> CaptionedImages:
@@ -101,7 +103,7 @@ def _open(source: CaptionSource, split: str) -> CaptionedImages:
             ".json, a folder of images with .txt next to them, wds:PATTERN, hf:OWNER/NAME, or demo"
         )
     if path.suffix == ".json":
-        return read_coco(path, root, KARPATHY[split] if splits_in(path) else None, source.skip_bad)
+        return read_coco(path, root, KARPATHY[split] if find_splits_in_file(path) else None, source.skip_bad)
     return read_table(path, root, source.image_column, source.caption_column, source.skip_bad)
 
 

@@ -55,7 +55,7 @@ def dry_run_training(run: Run[LitConfig], data: CaptionedImages, val: CaptionedI
         job = job_of(config, text, batches, world, engine.Outputs(warn=console.warn))
         towers = Towers(tower, text, tokenizer, config.loss, {}, data.reading.decoder)
         return DryRunSetup(
-            engine.prepare(text, config.runtime, world), job, _sampled(towers, encoder, _small_sample(val), scored)
+            engine.prepare(text, config.runtime, world), job, _sample_work(towers, encoder, _small_sample(val), scored)
         )
 
     text = new_text_tower(config, tower, tokenizer)
@@ -97,7 +97,7 @@ def _encode(samples: CaptionedImages, encoder: ImageEncoder, workers: int) -> tu
     return Features([features.half().numpy()], ()), seconds
 
 
-def _sampled(towers: Towers, encoder: ImageEncoder, samples: CaptionedImages, scored: int) -> Sampled:
+def _sample_work(towers: Towers, encoder: ImageEncoder, samples: CaptionedImages, scored: int) -> Sampled:
     """Return the encoding of a few held-out images and of their sentences."""
 
     def load() -> Tensor:

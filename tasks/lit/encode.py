@@ -52,7 +52,7 @@ def image_encoder(
     return ImageEncoder(encode, tower.embed_dim, size, facts, views, seed, workers, skip_bad, batch_size)
 
 
-def encoded(
+def encode_all(
     data: CaptionedImages, encoder: ImageEncoder, root: Path | None, world: World, console: Console
 ) -> tuple[Tensor, list[int]]:
     """Return the features (n, d) of all readable images in float32, and which images they are.
@@ -87,7 +87,7 @@ def retrieval_scores(
 
     The leading rank writes what a page shows of them to the folder `keep`.
     """
-    images, readable = encoded(data, encoder, root, world, console)
+    images, readable = encode_all(data, encoder, root, world, console)
     owner = torch.tensor([index for index, row in enumerate(readable) for _ in data.captions[row]])
     with engine.precision_of(runtime, world.device):
         texts = towers.encode_texts([text for row in readable for text in data.captions[row]])

@@ -26,13 +26,13 @@ def open_part(source: CaptionSource, split: str | None, facts: Mapping[str, Any]
         if has_split(source, "val") or has_split(source, "test"):
             raise DataError(f"--split all: {source.location} has splits of its own; choose train, val or test")
         return open_split(source, "train"), None
-    held_out_pairs = _own_pairs(source, split_name, facts) if split_name in OWN else None
+    held_out_pairs = _split_as_run(source, split_name, facts) if split_name in OWN else None
     if held_out_pairs is not None:
         return held_out_pairs[split_name], OWN[split_name]
     return open_split(source, split_name), None
 
 
-def _own_pairs(source: CaptionSource, split: str, facts: Mapping[str, Any]) -> dict[str, CaptionedImages] | None:
+def _split_as_run(source: CaptionSource, split: str, facts: Mapping[str, Any]) -> dict[str, CaptionedImages] | None:
     """Split `source` as the run split its data; None where these are not the run's pairs, image for image."""
     data_config = (facts.get("config") or {}).get("data") or {}
     if not data_config or (split == "val" and has_split(source, "val") and not data_config.get("val_source")):

@@ -121,7 +121,7 @@ def _zeroshot_result(
 
 
 def _retrieval(towers: Towers, options: LitEvalOptions, reading: ReadOptions, world: World, console: Console) -> Json:
-    data, part = open_part(_captioned(options, reading), options.split, towers.facts)
+    data, part = open_part(_caption_source(options, reading), options.split, towers.facts)
     captions = sum(map(len, data.captions))
     console.info(f"{len(data.captions)} images with {captions} captions" + (f", {part}" if part else ""))
     overlap = _count_overlap(towers, data, world, console)
@@ -139,7 +139,7 @@ def _retrieval(towers: Towers, options: LitEvalOptions, reading: ReadOptions, wo
     }
 
 
-def _captioned(options: LitEvalOptions, reading: ReadOptions) -> CaptionSource:
+def _caption_source(options: LitEvalOptions, reading: ReadOptions) -> CaptionSource:
     return CaptionSource(
         options.source,
         images=options.images,

@@ -108,7 +108,7 @@ class SearchOptions(Section):
     skip_bad_images: SkipBadImages = False
     cache_dir: CacheDir = None
     batch_size: ForwardBatchSize = 64
-    html: Annotated[Path | None, HTML.but(help="File for a page of the images that are found.")] = None
+    html: Annotated[Path | None, HTML.replace(help="File for a page of the images that are found.")] = None
     runtime: Runtime = Runtime()
 
 

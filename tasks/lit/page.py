@@ -54,7 +54,11 @@ def findings(run: RunRecord, prefix: str) -> Findings:
     if retrieval and not scored:
         metric, score = "image to text R@1", retrieval["image_to_text@1"]
     scores = {} if score is None else {"": {run.seed: score}}
-    sections += [*_similarities(run.path, prefix), *_nearest(run.path, "captions"), *_nearest(run.path, "prompts")]
+    sections += [
+        *_similarities(run.path, prefix),
+        *_nearest_images(run.path, "captions"),
+        *_nearest_images(run.path, "prompts"),
+    ]
     return Findings(metric, scores, sections, WATCHED, [line for line in warnings if line])
 
 
@@ -106,7 +110,7 @@ def _similarities(folder: Path, prefix: str) -> list[PageSection]:
     return [PageSection("Similarity", [chart, Gallery("The pairs", images)])]
 
 
-def _nearest(folder: Path, name: str) -> list[PageSection]:
+def _nearest_images(folder: Path, name: str) -> list[PageSection]:
     """Return for some texts the images that are nearest to them."""
     saved = read_object(folder / f"{name}.json")
     if saved is None:

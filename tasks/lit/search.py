@@ -19,7 +19,7 @@ from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import join
 from tasks.lit.cache import problem_of
 from tasks.lit.captions import CaptionedFiles
-from tasks.lit.encode import cache_root, encoded, image_encoder
+from tasks.lit.encode import cache_root, encode_all, image_encoder
 from tasks.lit.options import SearchOptions
 from tasks.lit.towers import load_towers
 from tasks.lit.zeroshot import build_classifier, prompt_set
@@ -37,11 +37,11 @@ def search(options: SearchOptions, console: Console) -> Predictions | None:
     with signals.listen(signals.NO_RESULT), join(runtime.device) as world:
         towers = load_towers(options.run, "dpn lit search").to(world.device)
         predictions = Predictions(find_image_files([options.images]), PredictionFiles(html=options.html), console)
-        files = images_in(options.images, predictions.paths, options.query, predictions.leave_out)
+        files = find_images(options.images, predictions.paths, options.query, predictions.leave_out)
         predictions.check_any()
         files.reading = ReadOptions(reading.decode or towers.decoder, reading.max_pixels)
         encoder = image_encoder(towers.image, runtime, world, skip_bad=True, batch_size=options.batch_size)
-        features, readable = encoded(files, encoder, cache_root(options.cache_dir), world, console)
+        features, readable = encode_all(files, encoder, cache_root(options.cache_dir), world, console)
         with engine.precision_of(runtime, world.device):
             sentence = build_classifier(towers, [options.query], prompt_set("plain"))
         if not world.leads:
@@ -81,7 +81,7 @@ def _write_found(
     write_gallery(file, f"dpn lit search: {options.query}", section, Gallery(title, images))
 
 
-def images_in(
+def find_images(
     folder: Path, paths: Sequence[Path], query: str, leave_out: Callable[[Path, DataError], object]
 ) -> CaptionedFiles:
     """Return images in or below a folder, each with the query as its sentence.

@@ -127,7 +127,7 @@ def load_towers(location: str, command: str = "dpn lit eval") -> Towers:
 
 def _build(description: dict[str, Any], tensors: dict[str, Tensor], location: str) -> Towers:
     image, text, tokenizer_description = description["image"], description["text"], description["tokenizer"]
-    source = ours.read(Contents(_under("image.", tensors), {ours.KEY: image[ours.KEY]}))
+    source = ours.read(Contents(_select_prefix("image.", tensors), {ours.KEY: image[ours.KEY]}))
     source.source = location
     model = tensors.get("tokenizer.model")
     tokenizer = Tokenizer(
@@ -150,11 +150,11 @@ def _build(description: dict[str, Any], tensors: dict[str, Tensor], location: st
         0.0 if "text.bias" in tensors else None,
         seed=0,
     )
-    tower.load_state_dict(_under("text.", tensors))
+    tower.load_state_dict(_select_prefix("text.", tensors))
     backbone = load_backbone(checkpoint=source, stem=None, image_size=tuple(image["image_size"]))
     decoder = description.get("decoder", "pillow")  # the decoder of files without this entry
     return Towers(backbone, tower, tokenizer, description["loss"], description["facts"], decoder)
 
 
-def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _select_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from dpn_cli.config.launch import find_start
-from dpn_cli.config.load import Logger, Plain, discard_message, last_given, merge, merge_layers, read_config
+from dpn_cli.config.load import Logger, Plain, discard_message, find_last_value, merge, merge_layers, read_config
 from dpn_cli.config.network import DROP_PATH, IMAGE_SIZE, BackboneConfig, Freeze
 from dpn_cli.config.option import DATA, flag
 from dpn_cli.config.paths import find_data
@@ -53,7 +53,7 @@ class SegmentNetwork(BackboneConfig):
 
     image_size: Annotated[
         Pixels | None,
-        IMAGE_SIZE.but(help="Side of crops and windows in pixels, N or HxW, a multiple of the patch."),
+        IMAGE_SIZE.replace(help="Side of crops and windows in pixels, N or HxW, a multiple of the patch."),
     ] = None
     drop_path: Annotated[float, Field(ge=0, lt=1), DROP_PATH] = 0.0
 
@@ -64,7 +64,7 @@ class MaskData(ImageReading):
     dataset: Literal["ade20k", "folder"] = "folder"
     source: Annotated[
         DataPlace | None,
-        DATA_SOURCE.but(
+        DATA_SOURCE.replace(
             help="Folder with images/{training,validation} and annotations/{training,validation}, "
             "hf:OWNER/NAME[:CONFIGURATION] with masks, or demo.",
             unset="$DPN_DATA_DIR/ADEChallengeData2016, ./ADEChallengeData2016, else demo",
@@ -92,7 +92,7 @@ class MaskData(ImageReading):
         Annotated[int, Field(ge=0, le=65535)] | None,
         flag("--ignore-label", help="Value in the masks that loss and score ignore.", panel=DATA),
     ] = 255
-    image_column: Annotated[str | None, IMAGE_COLUMN.but(unset="image")] = None
+    image_column: Annotated[str | None, IMAGE_COLUMN.replace(unset="image")] = None
     mask_column: Annotated[
         str | None,
         flag(
@@ -186,7 +186,7 @@ def resolve(
     Raises `DpnError` as `merge_layers` does, and when a folder's command has no data.
     """
     file, command = read_config(config_file) if config_file else {}, merge(flags, settings)
-    source = last_given("data", "source", file, command) or (find_data(ADE20K) if config == "ade20k" else None)
+    source = find_last_value("data", "source", file, command) or (find_data(ADE20K) if config == "ade20k" else None)
     if source is None:
         raise DpnError(
             "--data: which data set? A folder with images/{training,validation} and annotations/{training,validation}, "

@@ -31,12 +31,12 @@ def dry_run_training(run: Run[SegmentConfig], data: SegmentData) -> Cost:
         job = job_of(config, data, segmenter, world, engine.Outputs(warn=console.warn), workers=0)
         model = engine.prepare(network, config.runtime, world)
         workers = count_workers(config.runtime.workers, world.device, world.local_ranks)
-        return DryRunSetup(model, job, _sampled(config, segmenter, data, world), workers)
+        return DryRunSetup(model, job, _sample_work(config, segmenter, data, world), workers)
 
     return dry_run_fit(build_setup, name, run.folder.path, weights=weights)
 
 
-def _sampled(config: SegmentConfig, segmenter: Segmenter, data: SegmentData, world: World) -> Sampled:
+def _sample_work(config: SegmentConfig, segmenter: Segmenter, data: SegmentData, world: World) -> Sampled:
     """Return the evaluation of a few validation images of every rank."""
     samples = PairsSubset(data.val, range(min(IMAGES * world.size, len(data.val))))
     in_process = config.runtime.model_copy(update={"workers": 0})

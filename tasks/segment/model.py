@@ -86,7 +86,7 @@ def use_imagenet_inputs(vit: Backbone) -> None:
     vit.input_std.copy_(torch.tensor(vit.std)[:, None, None])
 
 
-def normalized(vit: Backbone, image: Tensor, extent: Tensor) -> Tensor:
+def normalize(vit: Backbone, image: Tensor, extent: Tensor) -> Tensor:
     """Normalise uint8 images (b, 3, h, w) whose real size is `extent` (b, 2); padding becomes zero."""
     rows = torch.arange(image.shape[-2], device=image.device) < extent[:, :1]
     columns = torch.arange(image.shape[-1], device=image.device) < extent[:, 1:]

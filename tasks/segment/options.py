@@ -11,7 +11,9 @@ from dpn_cli.config.schema import FORWARD_BATCH_SIZE, DataPlace, Positive, Side
 
 # Segmenter's test scales (arXiv 2105.05633), each plain and mirrored.
 MULTI_SCALE = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)
-Windows = Annotated[Positive | None, FORWARD_BATCH_SIZE.but(help="Windows of an image at a time.", unset="the run's")]
+Windows = Annotated[
+    Positive | None, FORWARD_BATCH_SIZE.replace(help="Windows of an image at a time.", unset="the run's")
+]
 RUN = argument("The folder of a segmentation run, or its weights.safetensors.")
 
 

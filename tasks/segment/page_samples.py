@@ -97,14 +97,14 @@ def _draw(
         ("predicted", predicted, colours),
         ("errors", errors, ERRORS),
     ):
-        image = _coloured(labels, palette)
+        image = _colour_labels(labels, palette)
         replace_file(folder / f"{row}.{name}.png", partial(image.save, format="PNG", optimize=True))
     small = thumbnail(pairs.load(row)[0], SIDE)
     replace_file(folder / f"{row}.jpg", partial(Path.write_bytes, data=small))
     return {*np.unique(truth).tolist(), *np.unique(predicted).tolist()} - {IGNORE}
 
 
-def _coloured(labels: Labels, palette: Palette) -> Image.Image:
+def _colour_labels(labels: Labels, palette: Palette) -> Image.Image:
     """Return labels (h, w) as a small image with a palette; ignored pixels are white."""
     image = Image.fromarray(labels)
     values = [value for colour in palette for value in colour]

@@ -30,7 +30,7 @@ from tasks.segment.iou import SegmentScores
 from tasks.segment.labels import LabelRule
 from tasks.segment.loader import segment_batches
 from tasks.segment.loss import segmentation_loss
-from tasks.segment.model import LinearSegmenter, initialize_head, normalized, use_imagenet_inputs
+from tasks.segment.model import LinearSegmenter, initialize_head, normalize, use_imagenet_inputs
 from tasks.segment.page_samples import save_samples
 from tasks.segment.pairs import Pairs, fingerprint, list_digest, open_pairs, take
 from tasks.segment.palette import Class, classes_of, rule_of
@@ -201,7 +201,7 @@ def loss_of(network: LinearSegmenter) -> engine.LossFn:
     """Return the engine's loss of a batch; images are normalised on the device."""
 
     def loss(trainable: nn.Module, batch: engine.Batch) -> Tensor:
-        return segmentation_loss(trainable(normalized(network.vit, batch["image"], batch["extent"])), batch)
+        return segmentation_loss(trainable(normalize(network.vit, batch["image"], batch["extent"])), batch)
 
     return loss
 

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, fie
 
 from dpn_cli.arch import did_you_mean, parse_arch
 from dpn_cli.config.launch import SCRATCH_PIXELS, check_start, find_start
-from dpn_cli.config.load import Logger, Plain, discard_message, last_given, merge, merge_layers, read_config
+from dpn_cli.config.load import Logger, Plain, discard_message, find_last_value, merge, merge_layers, read_config
 from dpn_cli.config.network import IMAGE_SIZE, BackboneConfig
 from dpn_cli.config.option import DATA, TRAIN, flag
 from dpn_cli.config.paths import find_data
@@ -64,7 +64,7 @@ class VtabData(ImageReading):
 
     source: Annotated[
         DataPlace | None,
-        DATA_SOURCE.but(
+        DATA_SOURCE.replace(
             help="Folder with one folder per task (svhn/train800.txt, …), hf:OWNER/NAME, or demo.",
             unset="$DPN_DATA_DIR/vtab-1k, ./vtab-1k, else demo",
         ),
@@ -100,7 +100,7 @@ class VtabNetwork(BackboneConfig):
     """The network that is trained on every task."""
 
     image_size: Annotated[
-        Pixels | None, IMAGE_SIZE.but(unset="the checkpoint's; from scratch 224, the demo's about 64")
+        Pixels | None, IMAGE_SIZE.replace(unset="the checkpoint's; from scratch 224, the demo's about 64")
     ] = None
 
 
@@ -159,10 +159,10 @@ def resolve(
     user chose, with few enough steps to end within minutes.
     """
     file, command = read_config(config_file) if config_file else {}, merge(flags, settings)
-    source = last_given("data", "source", file, command) or find_data("vtab-1k")
+    source = find_last_value("data", "source", file, command) or find_data("vtab-1k")
     shipped = "vtab"
     if source == "demo":
-        arch, weights = (last_given("backbone", key, file, command) for key in ("arch", "checkpoint"))
+        arch, weights = (find_last_value("backbone", key, file, command) for key in ("arch", "checkpoint"))
         small = str(arch).startswith("mu/") if arch else weights in (None, "none")
         shipped = "vtab_demo" if small else "vtab_demo_large"
     return merge(merge_layers(read_config(shipped), file, command, "vtab", log), {"data": {"source": source}})

@@ -95,7 +95,7 @@ def _open_split(data: VtabData, task: Task, split: str) -> LabelledImages:
     return FileList(root / task.folder, split)
 
 
-def written_here(split: LabelledImages) -> bool:
+def is_prepared_by_dpn(split: LabelledImages) -> bool:
     """Return whether ``dpn data prepare vtab`` wrote a split's folder: its JPEG files are the original ones."""
     return isinstance(split, FileList) and is_prepared(split.list.parent)
 
@@ -117,7 +117,7 @@ def check_images(tasks: dict[Task, TaskData], skip_bad: bool, console: Console) 
                     if not skip_bad:
                         raise
         paths = data.train800.paths if isinstance(data.train800, FileList) else []
-        if any(path.suffix.lower() in {".jpg", ".jpeg"} for path in paths) and not written_here(data.train800):
+        if any(path.suffix.lower() in {".jpg", ".jpeg"} for path in paths) and not is_prepared_by_dpn(data.train800):
             jpeg.append(task.name)
         if len(data.test.labels) != task.test:
             console.warn(

@@ -8,7 +8,7 @@ from typing import Any
 from dpn_cli.data.findings import DataFindings
 from dpn_cli.data.sources.base import fingerprint
 from tasks.vtab.config import VtabConfig
-from tasks.vtab.data import open_splits, written_here
+from tasks.vtab.data import is_prepared_by_dpn, open_splits
 from tasks.vtab.tasks import Task, choose_tasks
 
 # Pillow's default for JPEGs, as when arrays were written as .jpg files.
@@ -28,7 +28,7 @@ def check_data(config: VtabConfig, findings: DataFindings, ranks: int) -> dict[s
             _check_classes(task, getattr(split, "classes", ()), findings)
         findings.add_duplicates(*inspections)
         fingerprints[task.name] = {name: fingerprint(split) for name, split in splits.items()}
-        if set(inspections[0].formats) == {REENCODED} and not written_here(splits["train800"]):
+        if set(inspections[0].formats) == {REENCODED} and not is_prepared_by_dpn(splits["train800"]):
             reencoded.append(task.name)
         findings.compare_count(task.name, "test images", len(splits["test"].labels), "VTAB", task.test)
     if reencoded:

@@ -35,7 +35,7 @@ def dry_run_sweep(run: Run[VtabConfig], network: str, data: Mapping[Task, TaskDa
     def build_setup() -> DryRunSetup:
         job = trainer.job(trial, engine.Outputs(warn=console.warn))
         workers = count_workers(config.runtime.workers, world.device, world.local_ranks)
-        return DryRunSetup(trainer.trainable, job, _sampled(trainer), workers)
+        return DryRunSetup(trainer.trainable, job, _sample_work(trainer), workers)
 
     weights = 4 * trainer.model.report.parameters
     name = network if config.compare else f"{trainer.model.config.arch} {network}"
@@ -59,7 +59,7 @@ def sweep_cost(config: VtabConfig, trial: Cost, tasks: Collection[Task]) -> Cost
     )
 
 
-def _sampled(trainer: Trainer) -> Sampled:
+def _sample_work(trainer: Trainer) -> Sampled:
     """Return the evaluation of a batch of validation images for every rank, decoded as those of the test split are."""
     config, world = trainer.config, trainer.world
     pixels, split = trainer.pixels("val200", train=False), trainer.data.val200

@@ -75,7 +75,9 @@ def sweep(run: Run[VtabConfig], launch: LaunchOptions) -> Json | None:
     track, outcomes = run.tracker(config.runtime.report_to), []
     for part in selected:
         trials = TaskSweep(run, part.network, part.task, data[part.task], dispatched=launch.starts_processes)
-        with closing(trials.to_train() if part.lr is None else trials.to_train_one(part.lr, part.seed)) as to_train:
+        with closing(
+            trials.iter_trials() if part.lr is None else trials.iter_one_trial(part.lr, part.seed)
+        ) as to_train:
             for trial in to_train:
                 with catch_failure(trial.label, run.world, run.console) as errors:
                     with run.outputs(trial.label, track, trial.path) as outputs:

@@ -16,7 +16,7 @@ from dpn_cli.errors import DpnError, OutOfMemoryError
 from dpn_cli.run import distributed
 from dpn_cli.run.baseline_warnings import class_floors, result_warning
 from dpn_cli.run.checkpoints import Checkpoints
-from dpn_cli.run.files import claimed, replace_json
+from dpn_cli.run.files import claim, replace_json
 from dpn_cli.run.gpu_share import is_shared
 from dpn_cli.run.run import Run
 from dpn_cli.run.signals import check_here
@@ -58,25 +58,25 @@ class TaskSweep:
         shared = shared_pixels(self.run) if self.run.one_trial else None
         return Trainer(self.config, self.network, self.task, self.data, self.world, self.console, shared)
 
-    def to_train(self) -> Generator[VtabTrial, None, None]:
+    def iter_trials(self) -> Generator[VtabTrial, None, None]:
         """Yield the unfinished trials, which the caller trains; score the task afterwards."""
         outcome, seeds = self.outcome, self.config.seeds
         trials = [self._trial(lr, seed) for lr in self.config.lrs for seed in seeds]
-        yield from self._unfinished(trials)
-        outcome.lr = None if self.set_aside else self._best_lr(trials)
+        yield from self._iter_unfinished(trials)
+        outcome.lr = None if self.set_aside else self._choose_lr(trials)
         if outcome.lr is None:
             return
         self._discard(trials)
         if self.config.protocol == "vtab":
             trials = [self._trial(outcome.lr, seed, "train800val200") for seed in seeds]
-            yield from self._unfinished(trials)
+            yield from self._iter_unfinished(trials)
         chosen = [trial for trial in trials if trial.lr == outcome.lr]
         if distributed.from_leader(all(trial.done(self.config.schedule.steps) for trial in chosen)):
             self._score_and_discard(chosen)
 
-    def to_train_one(self, lr: float, seed: int) -> Generator[VtabTrial, None, None]:
+    def iter_one_trial(self, lr: float, seed: int) -> Generator[VtabTrial, None, None]:
         """Yield one trial, unless it has finished."""
-        yield from self._unfinished([self._trial(lr, seed)])
+        yield from self._iter_unfinished([self._trial(lr, seed)])
 
     def is_unfinished(self, lr: float, seed: int) -> bool:
         """Return whether a trial is still to be trained."""
@@ -92,7 +92,7 @@ class TaskSweep:
         chosen = [self._trial(choice["lr"], seed, split) for seed in self.config.seeds]
         return all(self.ledger.entry(trial) for trial in chosen)
 
-    def _best_lr(self, trials: Sequence[VtabTrial]) -> float | None:
+    def _choose_lr(self, trials: Sequence[VtabTrial]) -> float | None:
         """Return the learning rate by the validation accuracies of trials that have all ended; None where too few did.
 
         A choice is final: trials that failed before it and finish later cannot change the lr that is scored on test.
@@ -129,7 +129,7 @@ class TaskSweep:
             marker = None
         return distributed.from_leader(marker)
 
-    def _unfinished(self, trials: Sequence[VtabTrial]) -> Iterator[VtabTrial]:
+    def _iter_unfinished(self, trials: Sequence[VtabTrial]) -> Iterator[VtabTrial]:
         """Yield the trials that have not ended; note in the outcome which of all have failed."""
         for trial in trials:
             if not self._has_ended(trial):
@@ -212,7 +212,7 @@ class TaskSweep:
             self.outcome.test[trial.seed], self.outcome.test_images = entry["accuracy"], entry["images"]
 
     def _record(self, rows: Sequence[tuple[VtabTrial, Json]]) -> None:
-        with claimed(self.ledger.path, on_wait=check_here):  # other processes score other tasks
+        with claim(self.ledger.path, on_wait=check_here):  # other processes score other tasks
             self.ledger.add(rows)
 
     def _discard(self, trials: Sequence[VtabTrial]) -> None:

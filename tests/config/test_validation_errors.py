@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from dpn_cli.arch import nearest
+from dpn_cli.arch import find_nearest
 from dpn_cli.commands.trainers import HIGHRES, TRAIN_COMMANDS, schema_of
 from dpn_cli.config.load import build, from_settings, merge, read_config, read_yaml
 from dpn_cli.config.validation_errors import describe_allowed
@@ -135,7 +135,7 @@ def test_a_name_is_suggested_only_if_it_is_similar() -> None:
         ("plain", stems, None), ("ViT-B/32", ("B/32", "B/16", "L/16"), "B/32"),
         ("medium3", ("medium1", "medium2"), None), ("vit", ("vit_a", "vit_b"), None),
     ):  # fmt: skip
-        assert nearest(given, allowed_names) == meant, given
+        assert find_nearest(given, allowed_names) == meant, given
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dpn_cli.data.image_source import ImageSource, open_split, own_splits
+from dpn_cli.data.image_source import ImageSource, find_splits, open_split
 from dpn_cli.data.sources import pack_writer
 from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.data.sources.pack_writer import PackOptions, pack
@@ -232,7 +232,7 @@ def test_hub_splits_without_labels_are_left_out_and_none_stands_in_for_another(t
     split = PackedImages(tmp_path / "p", "train")
     assert (split.classes, split.open(0).format) == (("a", "b"), "PNG")
     two = hub(tmp_path / "two", train=[0, 1, 0, 1], test=[0, 1])
-    assert own_splits(ImageSource(f"hf:{two}")) == ["train", "test"]
+    assert find_splits(ImageSource(f"hf:{two}")) == ["train", "test"]
     with pytest.raises(DataError, match="no val images; a sweep chooses on val and reports test"):
         open_tuning_data(ImageSource(f"hf:{two}"))
 

@@ -232,10 +232,10 @@ def test_a_training_ends_as_on_local_files(
     train_highres(config(str(folder)), tmp_path / "near")
     if stopped:
         calls = itertools.count()
-        monkeypatch.setattr(signals, "requested", lambda: signal.SIGTERM if next(calls) == EPOCH + 4 else None)
+        monkeypatch.setattr(signals, "requested_signal", lambda: signal.SIGTERM if next(calls) == EPOCH + 4 else None)
         with pytest.raises(StoppedError):
             train_highres(config(store.url), tmp_path / "far")
-        monkeypatch.setattr(signals, "requested", lambda: None)
+        monkeypatch.setattr(signals, "requested_signal", lambda: None)
         for path in remote.cache_dir().glob("*.tar"):
             path.unlink()  # another machine
     train_highres(config(store.url), tmp_path / "far", resume=stopped)

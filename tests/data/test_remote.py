@@ -18,7 +18,7 @@ from huggingface_hub import HfFileSystem
 from dpn_cli.config.paths import home
 from dpn_cli.data import remote
 from dpn_cli.data.augment import Augmentation
-from dpn_cli.data.image_source import ImageSource, open_split, open_unlabelled, own_splits
+from dpn_cli.data.image_source import ImageSource, find_splits, open_split, open_unlabelled
 from dpn_cli.data.loader import crop_batches
 from dpn_cli.data.pixels import stream
 from dpn_cli.data.resize import resize
@@ -99,7 +99,7 @@ def cache() -> list[Path]:
 
 def test_a_pack_behind_a_url_is_the_pack_and_its_files_are_fetched_once(store: Store, folder: Path) -> None:
     source, local = ImageSource(f"{store.url}/pack/"), ImageSource(str(folder / "pack"))
-    assert own_splits(source) == own_splits(local) == ["train", "val"]
+    assert find_splits(source) == find_splits(local) == ["train", "val"]
     far, near = open_class_data(source, None), open_class_data(local, None)
     assert store.gets.keys() == {"manifest.json", *(f"{number:06d}.npz" for number in range(SHARDS))}
     for name in ("train", "minival", "val"):

@@ -273,7 +273,7 @@ def test_a_training_closes_its_batches(options: str, monkeypatch: pytest.MonkeyP
 
     if options == "stopped":
         calls = iter([None, None, signal.SIGTERM])
-        monkeypatch.setattr(signals, "requested", lambda: next(calls))
+        monkeypatch.setattr(signals, "requested_signal", lambda: next(calls))
     world = World(0, 2, ALONE.device) if options == "two ranks" else ALONE
     with suppress(ValueError, NonFiniteError, StoppedError):
         engine.fit(small_vit(), make_job(4, loss_fn=loss, batches=batches, world=world))
@@ -291,6 +291,6 @@ def test_a_lost_terminal_stops_programs_started_without_nohup(nohup: bool) -> No
     try:
         with signals.listen():
             os.kill(os.getpid(), signal.SIGHUP)
-            assert signals.requested() == (None if nohup else signal.SIGHUP)
+            assert signals.requested_signal() == (None if nohup else signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, initial)

@@ -365,7 +365,7 @@ def test_a_run_that_is_there_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_signal_ends_a_dry_run_that_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "requested", lambda: 15)
+    monkeypatch.setattr(signals, "requested_signal", lambda: 15)
     result = run_dpn(*words_of("highres", tmp_path), "--dry-run", "-q", "-o", str(tmp_path / "run"))
     assert result.exit_code == StoppedError(15).exit_code
     assert "stopped by SIGTERM; a dry run keeps nothing" in result.stderr

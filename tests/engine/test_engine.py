@@ -26,7 +26,7 @@ from dpn_cli.config.schema import Optim, Runtime, Schedule
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.cross_batch_loss import CrossBatchLoss
 from dpn_cli.engine.fit import Batch, Outputs
-from dpn_cli.engine.layer_norms import LayerNorms, layer_name
+from dpn_cli.engine.layer_grad_norms import LayerGradNorms, layer_name
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.engine.optim import clip_gradients
 from dpn_cli.errors import NonFiniteError, StoppedError
@@ -436,7 +436,7 @@ def test_a_parameter_without_gradient_is_left_out_of_its_layers_norm() -> None:
     network = nn.ModuleDict({"head": nn.Linear(2, 2), "fc": nn.Linear(2, 2)})
     network.get_parameter("head.bias").grad = torch.full((2,), 3.0)
     network.get_parameter("fc.weight").grad = torch.full((2, 2), 4.0)
-    norms = LayerNorms(network)
+    norms = LayerGradNorms(network)
     norms.add()
     assert norms.by_layer(norms.pop_means().tolist()) == pytest.approx({"head": math.sqrt(18), "other": 8.0})
 

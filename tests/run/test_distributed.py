@@ -143,7 +143,7 @@ def test_ranks_that_wait_for_ever_fail_their_test() -> None:
 def lost_job(world: World, folder: Path) -> None:
     if world.rank == 0:
         try:
-            with distributed.lost_rank():
+            with distributed.detect_lost_rank():
                 distributed.barrier()
         except WorkerError as error:
             (folder / "error.txt").write_text(str(error))
@@ -153,7 +153,7 @@ def lost_job(world: World, folder: Path) -> None:
 def test_a_rank_that_ends_is_one_clear_error_to_the_others(tmp_path: Path) -> None:
     run_distributed(lost_job, tmp_path)
     assert (tmp_path / "error.txt").read_text() == "another rank has ended; its own error names the reason"
-    with pytest.raises(RuntimeError, match="of something else"), distributed.lost_rank():
+    with pytest.raises(RuntimeError, match="of something else"), distributed.detect_lost_rank():
         raise RuntimeError("of something else")
 
 

@@ -12,7 +12,7 @@ from dpn_cli.cli import app
 from dpn_cli.config.network import BackboneConfig
 from dpn_cli.errors import DpnError, StoppedError
 from dpn_cli.run import files
-from dpn_cli.run.files import claimed
+from dpn_cli.run.files import claim
 from dpn_cli.run.run import run_name
 from support.programs import claim_in_other_process
 
@@ -26,13 +26,13 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_folder_belongs_to_one_process_until_it_ends_or_dies(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "run"
     with claim_in_other_process(folder) as other:
-        with pytest.raises(DpnError, match="run: another process is running"), claimed(folder):
+        with pytest.raises(DpnError, match="run: another process is running"), claim(folder):
             pytest.fail("two processes are in one folder")
-        with claimed(folder.with_name("other run")):
+        with claim(folder.with_name("other run")):
             pass
         other.send_signal(signal.SIGKILL)
         other.wait()
-        with claimed(folder):
+        with claim(folder):
             assert [path.name for path in folder.parent.iterdir()] == [".run.lock"]
     assert not list(folder.parent.iterdir())
 
@@ -47,7 +47,7 @@ def test_who_waits_gets_the_folder_when_it_is_free(tmp_path: Path) -> None:
             other.kill()
             other.wait()
 
-        with claimed(tmp_path / "cache", wait):
+        with claim(tmp_path / "cache", wait):
             assert waits
 
 

@@ -350,8 +350,8 @@ def test_a_signal_inside_one_training_stops_them_all() -> None:
     with signals.listen():
         with signals.listen():
             signal.raise_signal(signal.SIGUSR1)
-        assert signals.requested() == signal.SIGUSR1
-    assert signals.requested() is None
+        assert signals.requested_signal() == signal.SIGUSR1
+    assert signals.requested_signal() is None
 
 
 def test_a_training_inside_a_comparison_uses_the_ranks_that_have_joined(

@@ -16,7 +16,7 @@ from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DpnError
 from dpn_cli.run import distributed
 from dpn_cli.run.files import read_object
-from dpn_cli.run.gpu_share import CONTEXT, is_shared, keep_to_part, measure, part_of, parts_that_fit
+from dpn_cli.run.gpu_share import CONTEXT, is_shared, keep_to_part, max_processes_per_gpu, measure, part_of
 from dpn_cli.run.process import SHARE
 from dpn_cli.sweep.engines import gpus, select
 from dpn_cli.sweep.engines.gpus import Gpu, Shares, visible_gpus
@@ -59,7 +59,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_processes_share_a_gpu_while_a_tenth_of_it_stays_free(
     memory: int, reserved: float, most: int, parts: int
 ) -> None:
-    assert parts_that_fit(memory, int(reserved), most) == parts
+    assert max_processes_per_gpu(memory, int(reserved), most) == parts
     if parts > 1:
         assert part_of(memory, parts) >= int(reserved)
         assert parts * (part_of(memory, parts) + CONTEXT) <= 0.9 * memory
@@ -155,7 +155,9 @@ def test_a_gpu_is_never_given_more_than_it_has(seed: int) -> None:
         work, share = running[name], shares.allocated[name]
         if share.measures:
             memory = cards[share.gpu].memory
-            shares.set_parts(work, parts_that_fit(memory, min(takes[work.network], int(0.9 * memory)), shares.most))
+            shares.set_parts(
+                work, max_processes_per_gpu(memory, min(takes[work.network], int(0.9 * memory)), shares.most)
+            )
         elif name not in full and draw.random() < 0.1 and shares.take_whole(work):
             full.add(name)
         elif name not in full or all(other in full for other in on[share.gpu]):

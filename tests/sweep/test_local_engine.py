@@ -71,7 +71,7 @@ def resume(folder: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Resume a run, and stop it after three steps more."""
     initial, asked = saved_step(out), iter([None, None, None, signal.SIGTERM])
     assert initial >= 5
-    monkeypatch.setattr(signals, "requested", lambda: next(asked))
+    monkeypatch.setattr(signals, "requested_signal", lambda: next(asked))
     resumed = CliRunner().invoke(app, [*highres(folder, out, *ENDLESS), "--resume"])
     assert resumed.exit_code == 75, resumed.output
     assert saved_step(out) == initial + 3

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from dpn_cli.data.decode import DEFAULT_READ_OPTIONS, SUFFIXES, ReadOptions, inside, open_image
+from dpn_cli.data.decode import DEFAULT_READ_OPTIONS, SUFFIXES, ReadOptions, open_image, resolve_below
 from dpn_cli.data.file_index import find_files, index_files
 from dpn_cli.data.image_errors import report_error
 from dpn_cli.data.sources.base import Images
@@ -88,7 +88,7 @@ class FileList(Images):
                 report_error(DataError(f"{self.list}, line {number}: {line[:80]!r} is not '<image path> <label>'"))
                 continue
             try:
-                path = inside(root, name, f"{self.list}, line {number}")
+                path = resolve_below(root, name, f"{self.list}, line {number}")
                 size = path.stat().st_size
             except DataError as error:
                 report_error(error)

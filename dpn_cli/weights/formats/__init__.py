@@ -24,7 +24,7 @@ from dpn_cli.weights.formats import (
     transformers_vit,
     vit_pytorch,
 )
-from dpn_cli.weights.formats.checkpoint_files import read_contents, weights_in
+from dpn_cli.weights.formats.checkpoint_files import read_contents, select_weights
 from dpn_cli.weights.formats.ours import network_metadata
 from dpn_cli.weights.formats.state_dict import Checkpoint, Contents, Format, State
 from dpn_cli.weights.formats.unsupported import reason_against
@@ -62,7 +62,7 @@ def read_file(path: Path) -> Checkpoint:
     path = Path(resolve(str(path), "--checkpoint"))
     try:
         if path.is_dir():
-            path = weights_in(path)
+            path = select_weights(path)
         if not path.is_file():
             raise DataError("no such file")
         contents = _contents(path)

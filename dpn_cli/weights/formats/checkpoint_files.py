@@ -50,7 +50,7 @@ _OTHERS = {
 }
 
 
-def weights_in(folder: Path) -> Path:
+def select_weights(folder: Path) -> Path:
     """Return the weight file of a saved model's folder. Raises `DataError` when there is none or more than one."""
     # A repository may hold a CLIP for two libraries: then open_clip's file is the one that is read.
     first = "open_clip" if (folder / "open_clip_config.json").is_file() else "model"

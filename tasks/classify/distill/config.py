@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from dpn_cli.arch import Norm, Placement, Stem
-from dpn_cli.config.load import Logger, Plain, discard_message, last_given, merge, merge_layers, read_config
+from dpn_cli.config.load import Logger, Plain, discard_message, find_last_value, merge, merge_layers, read_config
 from dpn_cli.config.network import ARCH, DROP_PATH, IMAGE_SIZE, NORM, PLACEMENT, STEM, BackboneConfig
 from dpn_cli.config.option import DATA, MODEL, RUNTIME, TRAIN, flag
 from dpn_cli.config.paths import DEMO_OBJECTS, DEMOS, find_data
@@ -46,15 +46,17 @@ class Student(BackboneConfig):
     arch: Annotated[
         str | None,
         replace(
-            ARCH.but(help="Another ViT than the teacher's, SIZE/PATCH, trained from scratch.", unset="the teacher's"),
+            ARCH.replace(
+                help="Another ViT than the teacher's, SIZE/PATCH, trained from scratch.", unset="the teacher's"
+            ),
             names=("--student-arch",),
         ),
     ] = None
-    stem: Annotated[Stem | None, STEM.but(unset="dpn")] = None
-    norm: Annotated[Norm | None, NORM.but(unset="the teacher's; ln from scratch")] = None
-    placement: Annotated[Placement | None, PLACEMENT.but(unset="the teacher's; pre,pre from scratch")] = None
+    stem: Annotated[Stem | None, STEM.replace(unset="dpn")] = None
+    norm: Annotated[Norm | None, NORM.replace(unset="the teacher's; ln from scratch")] = None
+    placement: Annotated[Placement | None, PLACEMENT.replace(unset="the teacher's; pre,pre from scratch")] = None
     checkpoint: None = None
-    image_size: Annotated[Pixels | None, IMAGE_SIZE.but(unset="the teacher's")] = None
+    image_size: Annotated[Pixels | None, IMAGE_SIZE.replace(unset="the teacher's")] = None
     drop_path: Annotated[float, Field(ge=0, lt=1), DROP_PATH] = 0.0
     start: Annotated[
         Start | None,
@@ -90,7 +92,7 @@ class DistillData(SampledData):
 
     source: Annotated[
         DataPlace | None,
-        DATA_SOURCE.but(
+        DATA_SOURCE.replace(
             help="Images without labels: a folder with images anywhere in it (in its train folder, if there is "
             "one), a packed folder or its URL, hf:OWNER/NAME[:CONFIGURATION], wds:PATTERN, or demo.",
             unset="$DPN_DATA_DIR/imagenet, ./imagenet, else demo",
@@ -98,7 +100,7 @@ class DistillData(SampledData):
     ] = None
     val_source: Annotated[
         DataPlace | None,
-        VAL_DATA.but(
+        VAL_DATA.replace(
             help="Labelled images, on which teacher and student are scored after the training.",
             unset="the val images in --data, if there are any",
         ),
@@ -108,7 +110,7 @@ class DistillData(SampledData):
     label_column: LabelColumn = None
     decode: Annotated[
         Literal["exact", "fast", "pillow"],
-        DECODE.but(
+        DECODE.replace(
             help="exact: the reference's pixels; fast: JPEGs shrunk while they are decoded; pillow: Pillow's pixels."
         ),
     ] = "exact"
@@ -116,7 +118,7 @@ class DistillData(SampledData):
     eval_resize: Side | None = None
     skip_bad_images: SkipBadImages = False
     crop: Crop | None = None
-    flip: Annotated[bool | None, FLIP.but(unset="as the teacher was trained, else flip")] = None
+    flip: Annotated[bool | None, FLIP.replace(unset="as the teacher was trained, else flip")] = None
     jitter: Annotated[
         Share,
         flag(
@@ -243,7 +245,7 @@ def resolve(
     Raises `DpnError` as `merge_layers` does, and for a teacher without images.
     """
     file, command = read_config(config_file) if config_file else {}, merge(flags, settings)
-    explicit_source = last_given("data", "source", file, command)
+    explicit_source = find_last_value("data", "source", file, command)
     source = explicit_source or find_data("imagenet")
     demo = source in DEMOS
     teacher = command.get("teacher") or file.get("teacher")
@@ -254,7 +256,10 @@ def resolve(
         )
     shipped = "distill_demo" if demo else "distill"
     base = read_config(shipped)
-    if last_given("backbone", "arch", file, command) or last_given("backbone", "start", file, command) == "scratch":
+    if (
+        find_last_value("backbone", "arch", file, command)
+        or find_last_value("backbone", "start", file, command) == "scratch"
+    ):
         log("a student from scratch: losses.tokens and losses.representation are 0 unless they are set")
         base = merge(base, {"losses": {"tokens": 0.0, "representation": 0.0}})
     plain = merge_layers(base, file, command, shipped, log)

@@ -44,10 +44,12 @@ def _scene(distillation: Distillation, start: Backbone, stage: str, steps: int) 
     outputs = engine.Outputs(warn=console.warn)
     observed, job = distillation.job(config, student, outputs, 0, dry_run=True)
     workers = count_workers(config.runtime.workers, world.device, world.local_ranks)
-    return DryRunSetup(engine.prepare(observed, config.runtime, world), job, _sampled(distillation, student), workers)
+    return DryRunSetup(
+        engine.prepare(observed, config.runtime, world), job, _sample_work(distillation, student), workers
+    )
 
 
-def _sampled(distillation: Distillation, student: Backbone) -> Sampled:
+def _sample_work(distillation: Distillation, student: Backbone) -> Sampled:
     """Return the comparison with the teacher on one batch per rank, which also stands for the scores of both."""
     config, images, world, teacher_classifier = (
         distillation.config, distillation.images, distillation.world, distillation.teacher_classifier

@@ -97,4 +97,4 @@ class DistillScorer:
                 for name, model in (("student", student), ("teacher", self.teacher_classifier.model))
             }
 
-        return distributed.on_leader(self.world, probe)
+        return distributed.run_on_leader(self.world, probe)

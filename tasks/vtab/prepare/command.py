@@ -12,7 +12,7 @@ from dpn_cli import __version__
 from dpn_cli.errors import DataError
 from dpn_cli.run import signals
 from dpn_cli.run.console import Console, count_noun
-from dpn_cli.run.files import claimed, make_folder
+from dpn_cli.run.files import claim, make_folder
 from tasks.vtab.prepare.builders import DEFAULT_DIR, library, missing_by_hand, open_builder
 from tasks.vtab.prepare.sources import SOURCES, Source
 from tasks.vtab.prepare.write import check_free, is_prepared, partial, prepare, verify
@@ -45,12 +45,12 @@ def run(
     manual = manual.expanduser() if manual else root / "downloads" / "manual"
     out = out.expanduser()
     check_free(out, tasks)
-    damaged = _damaged(out, tasks, console) if verified else []
+    damaged = _find_damaged(out, tasks, console) if verified else []
     if damaged or not all(is_prepared(out / task.folder) for task in tasks):
         library()
     make_folder(out)
     statuses, failed = dict[str, str](), dict[str, str]()
-    with claimed(out):
+    with claim(out):
         for task in TASKS:
             shutil.rmtree(partial(out, task), ignore_errors=True)
         for folder in damaged:
@@ -84,7 +84,7 @@ def _order_by_download(tasks: Sequence[Task], root: Path, manual: Path) -> list[
     return sorted(sources, key=lambda source: bool(missing_by_hand(source, root, manual)))
 
 
-def _damaged(out: Path, tasks: Sequence[Task], console: Console) -> list[Path]:
+def _find_damaged(out: Path, tasks: Sequence[Task], console: Console) -> list[Path]:
     """Return the prepared folders in which a file is missing or differs."""
     damaged = []
     with signals.listen(signals.PARTS_KEPT):

@@ -97,7 +97,7 @@ def test_a_stopped_run_ends_with_the_weights_of_an_unbroken_one(
     config = highres_config(photos, schedule={"steps": 24}, data={"minival": 0.0}, **extra)
     train_highres(config, tmp_path / "whole")
     calls = iter(range(1000))
-    monkeypatch.setattr(signals, "requested", lambda: signal.SIGTERM if next(calls) == 13 else None)
+    monkeypatch.setattr(signals, "requested_signal", lambda: signal.SIGTERM if next(calls) == 13 else None)
     with pytest.raises(StoppedError):
         train_highres(config, tmp_path / "broken")
     assert json.loads((tmp_path / "broken" / "run.json").read_text())["status"] == "stopped"

@@ -19,7 +19,7 @@ from torchmetrics.classification import MulticlassCalibrationError
 
 from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.metrics import Confusion, ImagePrediction, score
-from dpn_cli.report.confusions import clustered
+from dpn_cli.report.confusions import cluster_classes
 from dpn_cli.report.content import Rows
 from dpn_cli.report.tables import as_csv
 from dpn_cli.report.thumbnails import SIDE
@@ -74,7 +74,7 @@ def test_confusions_are_scikit_learns_and_clusters_stand_together() -> None:
     assert confusion(told, names) == expected.tolist()
     group = np.random.default_rng(0).permutation(np.repeat(range(6), 10))
     counts = np.where(group[:, None] == group[None], 3, 0) + 20 * np.eye(60, dtype=int)
-    order = clustered(counts.tolist())
+    order = cluster_classes(counts.tolist())
     assert sorted(order) == list(range(60))
     assert (np.diff(group[order]) != 0).sum() == 5
 

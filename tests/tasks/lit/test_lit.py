@@ -142,7 +142,7 @@ def test_a_stopped_run_ends_with_the_weights_of_an_unbroken_one(
     config = lit_config(photos / "pairs.csv", **merge({"schedule": {"steps": 12, "warmup": 2}}, extra))
     train_lit(config, tmp_path / "whole")
     calls = iter(range(1000))
-    monkeypatch.setattr(signals, "requested", lambda: signal.SIGTERM if next(calls) == 7 else None)
+    monkeypatch.setattr(signals, "requested_signal", lambda: signal.SIGTERM if next(calls) == 7 else None)
     with pytest.raises(StoppedError):
         train_lit(config, tmp_path / "broken")
     monkeypatch.undo()

@@ -39,7 +39,7 @@ from tasks.lit.captions import CaptionedImages
 from tasks.lit.data import CaptionSource, open_split
 from tasks.lit.encode import image_encoder
 from tasks.lit.features import ImageEncoder
-from tasks.lit.search import images_in
+from tasks.lit.search import find_images
 
 ALONE, QUIET = World(0, 1, CPU), Console(quiet=True)
 OTHER = 50  # the number of an image that is in no data set, of as many bytes as those that are
@@ -104,7 +104,7 @@ def opened(place: str) -> CaptionedImages:
     if not place.startswith("search:"):
         return open_split(CaptionSource(place), "train")
     folder = Path(place.removeprefix("search:"))
-    return images_in(folder, find_image_files([folder]), "a dog", lambda path, error: pytest.fail(str(error)))
+    return find_images(folder, find_image_files([folder]), "a dog", lambda path, error: pytest.fail(str(error)))
 
 
 def files_below(root: Path) -> list[Path]:

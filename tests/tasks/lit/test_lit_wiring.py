@@ -38,7 +38,7 @@ from tasks.lit.cache import cached_features
 from tasks.lit.captions import CaptionedFiles
 from tasks.lit.config import LitConfig
 from tasks.lit.data import CaptionSource, open_split
-from tasks.lit.encode import encoded, image_encoder
+from tasks.lit.encode import encode_all, image_encoder
 from tasks.lit.features import Features, views_of
 from tasks.lit.final_zeroshot import source_of
 from tasks.lit.loss import ContrastiveLoss
@@ -250,7 +250,7 @@ def test_retrieval_is_scored_on_the_held_out_pairs(views: int, pairs: Path, tmp_
     result = train_lit(config, tmp_path / "run")
     towers = load_towers(str(tmp_path / "run")).to(CPU)
     plain = image_encoder(towers.image, Runtime(workers=0), ALONE)
-    images, _ = encoded(open_split(CaptionSource(str(held)), "train"), plain, tmp_path / "cache", ALONE, QUIET)
+    images, _ = encode_all(open_split(CaptionSource(str(held)), "train"), plain, tmp_path / "cache", ALONE, QUIET)
     torch.testing.assert_close(images, by_hand(towers.image, range(20, 31)), atol=1e-3, rtol=0)
     expected = recalls(images, towers.encode_texts([caption_of(number) for number in range(20, 31)]), torch.arange(11))
     assert {name: result["retrieval"][name] for name in expected} == expected

@@ -208,7 +208,7 @@ def test_a_report_never_replaces_a_run(place: Path) -> None:
 
 
 def test_a_stopped_evaluation_reports_that_it_has_no_result(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "requested", lambda: signal.SIGTERM)
+    monkeypatch.setattr(signals, "requested_signal", lambda: signal.SIGTERM)
     result = run_dpn("segment", "eval", str(place / "run"), "--data", str(place / "data"), "-j", "0", "-q")
     assert result.exit_code == 75
     assert result.stderr.strip() == "error: stopped by SIGTERM; no result was written"

@@ -18,7 +18,7 @@ from support.segment import import_mmseg
 from tasks.segment.iou import SegmentScores, count_pixels
 from tasks.segment.labels import IGNORE
 from tasks.segment.loss import UpsampledCrossEntropy, segmentation_loss
-from tasks.segment.model import LinearSegmenter, initialize_head, normalized
+from tasks.segment.model import LinearSegmenter, initialize_head, normalize
 from tasks.segment.palette import Class
 from tasks.segment.sliding_window import Axis, WindowPlan, axis_matrix, label_map, resize_rows, starts, view
 
@@ -216,7 +216,7 @@ def test_micro_batches_of_sparse_masks_add_up() -> None:
 
 def test_padding_is_zero_after_normalising(network: LinearSegmenter) -> None:
     image = random_image(32, 32)[None]
-    out = normalized(network.vit, image, torch.tensor([[20, 12]]))
+    out = normalize(network.vit, image, torch.tensor([[20, 12]]))
     torch.testing.assert_close(out[:, :, :20, :12], network.vit.normalize(image)[:, :, :20, :12])
     assert not out[:, :, 20:].any()
     assert not out[:, :, :, 12:].any()

@@ -129,7 +129,7 @@ def test_a_trial_of_another_process_is_refused_while_it_trains_and_reused_when_f
 ) -> None:
     run_demo_sweep(tmp_path, "--trial", "0")
     claimed_trial = tmp_path / "trials/dpn/demo_light/train800_lr0.001_seed0"
-    with files.claimed(claimed_trial), pytest.MonkeyPatch.context() as patch:
+    with files.claim(claimed_trial), pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "PATIENCE", 0.0)
         for more in ("--trial", "1"), ("--trial", "5"), ("--resume",):
             result = run_dpn(*DEMO_SWEEP, *SHORT_SWEEP, "-o", str(tmp_path), *more)

@@ -30,7 +30,7 @@ def layer_name(parameter: str) -> str:
     return next((layer for name, layer in LAYERS.items() if re.search(rf"(^|\.){name}", parameter)), OTHER_LAYERS)
 
 
-class LayerNorms:
+class LayerGradNorms:
     """The L2 norm of the gradient of all parameters of each layer of a network, as means over steps.
 
     Norms are summed on the network's device; only reading the means of `pop_means` waits for it.
