@@ -32,7 +32,7 @@ import torch
 from gpu_report import Check, NotHereError, Part, Report, Row, Settings
 
 from dpn_cli.doctor.packages import installed_version
-from dpn_cli.run.environment import git_commit, now
+from dpn_cli.run.environment import format_now, git_commit
 from dpn_cli.run.process import keep_memory
 
 PACKAGES = ("torch", "triton", "timm", "open_clip_torch", "onedl-mmsegmentation", "mmsegmentation", "datasets")
@@ -124,7 +124,7 @@ def facts_of(device: torch.device, settings: Settings, minutes: float) -> dict[s
     """Return what was measured where."""
     facts: dict[str, Any] = {
         "command": sys.argv,
-        "time": now(),
+        "time": format_now(),
         "commit": git_commit(),
         "python": sys.version.split()[0],
         "cores": os.cpu_count(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import shlex
 import tomllib
@@ -14,8 +15,10 @@ import typer
 import typer.main
 from typer.testing import CliRunner
 
+from dpn_cli.arch import NORMS
 from dpn_cli.cli import app
 from dpn_cli.engine import planning
+from dpn_cli.weights.formats import FORMATS
 from support.docs import FENCE, SHELL, read_code_blocks, split_command
 from support.programs import ROOT
 
@@ -225,3 +228,22 @@ def test_every_page_can_be_reached_from_the_index() -> None:
         targets = re.findall(r"\]\(([^)\s#]+)[^)]*\)", FENCE.sub("", page.read_text(encoding="utf-8")))
         todo += [(page.parent / target).resolve() for target in targets if "://" not in target]
     assert set(PAGES) <= observed
+
+
+def read_table(page: str, header: str) -> list[list[str]]:
+    """Return the cells of the rows below the table header that begins with `header`."""
+    lines = iter((ROOT / "docs" / page).read_text(encoding="utf-8").splitlines())
+    next(line for line in lines if line.startswith(header))
+    rows = list(itertools.takewhile(lambda line: line.startswith("|"), lines))
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[1:]]
+
+
+def test_every_norm_has_a_row_in_the_documentation() -> None:
+    assert [row[0].strip("`") for row in read_table("norms.md", "| `--norm` |")] == list(NORMS)
+
+
+def test_every_weight_format_has_a_row_in_the_documentation() -> None:
+    rows = [row[0].lower().replace("`", "") for row in read_table("weights.md", "| format | stems |")]
+    titles = {"open_clip (timm trunk)": "timm trunks", "DTN": "dynamic token normalization", "SLAB": "slab's"}
+    for weight_format in FORMATS:
+        assert any(titles.get(weight_format.name, weight_format.name).lower() in row for row in rows)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dpn_cli import cli
+from dpn_cli.commands.trainers import TRAIN_COMMANDS
 from support.distill import write_teacher
 from support.images import write_class_folders
 from support.programs import ROOT
@@ -64,6 +65,16 @@ def frames_to_the_gradients(words: list[str], tmp_path: Path, monkeypatch: pytes
         cli.main()
     assert frames[0] == "dpn_cli/cli.py:main"
     return frames
+
+
+def test_every_training_command_has_its_frames_counted() -> None:
+    lines = [" ".join(words) + " " for words in COMMANDS.values()]
+    counted = {
+        training.module
+        for name, training in TRAIN_COMMANDS.items()
+        if any(line.startswith(f"{name} ") for line in lines)
+    }
+    assert counted == {training.module for training in TRAIN_COMMANDS.values()}
 
 
 @pytest.mark.parametrize("task", COMMANDS)

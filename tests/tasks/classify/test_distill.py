@@ -71,7 +71,7 @@ def test_without_a_step_every_weight_is_the_teachers(
 ) -> None:
     kept: dict[str, dict[str, Tensor]] = {}
     start = tmp_path / "run" / "stages" / "start.safetensors"
-    monkeypatch.setattr(training.Distillation, "_ready", lambda *_: kept.update(start=load_file(start)))
+    monkeypatch.setattr(training.Distillation, "_prepare_stage", lambda *_: kept.update(start=load_file(start)))
     with pytest.raises(TypeError):
         train_distill(distill_config(photos, teacher, backbone={"stem": "none"}), tmp_path / "run")
     expected = load_file(teacher)
@@ -390,7 +390,9 @@ def test_another_teacher_or_other_images_do_not_continue_a_run(
     path = tmp_path / "run"
     own = write_teacher(tmp_path / "own.safetensors")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training.Distillation, "_ready", lambda *_: (_ for _ in ()).throw(StoppedError(signal.SIGTERM)))
+        patch.setattr(
+            training.Distillation, "_prepare_stage", lambda *_: (_ for _ in ()).throw(StoppedError(signal.SIGTERM))
+        )
         with pytest.raises(StoppedError):
             train_distill(distill_config(photos, own), path)
     write_teacher(own, placement="post,post")

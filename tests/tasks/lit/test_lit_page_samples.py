@@ -25,7 +25,7 @@ class Many:
     def __init__(self) -> None:
         self.captions = [(f"{SCRIPT_TAG} {row}", f"again {row}") for row in range(30)]
 
-    def where(self, row: int) -> str:
+    def locate(self, row: int) -> str:
         return f"image {row}"
 
     def pixels(self, row: int) -> np.ndarray[Any, Any]:
