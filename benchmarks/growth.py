@@ -143,7 +143,7 @@ def resumed_log(size: int, folder: Path) -> Work:
 
     def work() -> None:
         log.truncate(size - 2)
-        log.note_lost(size, size - 1)
+        log.record_lost(size, size - 1)
 
     return work
 

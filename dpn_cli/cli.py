@@ -71,7 +71,7 @@ COMMANDS = {
 class _Root(LazyGroup):
     """The root command, which prints a mistake in the command line on one line."""
 
-    later = COMMANDS
+    lazy_commands = COMMANDS
 
     def main(
         self,

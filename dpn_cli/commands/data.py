@@ -12,7 +12,7 @@ from dpn_cli.arch import MOST_PIXELS
 from dpn_cli.commands import datacheck, prepare
 from dpn_cli.commands.command import Outcome, register_command
 from dpn_cli.config.option import DATA, OUTPUT, RUNTIME, flag
-from dpn_cli.config.schema import DataPlace, ImageColumn, ImageReading, LabelColumn, Section, Side, SkipBadImages
+from dpn_cli.config.schema import DataLocation, ImageColumn, ImageReading, LabelColumn, Section, Side, SkipBadImages
 from dpn_cli.config.urls import EXTRAS
 from dpn_cli.errors import DpnError
 from dpn_cli.run.console import Console, count_noun
@@ -34,7 +34,7 @@ class PackCommandOptions(Section):
     """Options of ``dpn data pack``."""
 
     source: Annotated[
-        DataPlace,
+        DataLocation,
         flag(
             "--data",
             help="Folder with train/CLASS and val/CLASS (or CLASS), hf:OWNER/NAME[:CONFIGURATION], or wds:PATTERN.",

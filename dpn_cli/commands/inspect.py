@@ -14,7 +14,7 @@ from dpn_cli.config.network import IMAGE_SIZE
 from dpn_cli.config.option import DATA, OUTPUT, argument, flag
 from dpn_cli.config.schema import (
     DATA_SOURCE,
-    DataPlace,
+    DataLocation,
     ImageColumn,
     ImageReading,
     Pixels,
@@ -41,7 +41,7 @@ class InspectOptions(Section):
     checkpoint: Annotated[str, argument("A run's folder, or weights of any format.")]
     other: Annotated[str | None, argument("Second network to compare.")] = None
     source: Annotated[
-        DataPlace | None,
+        DataLocation | None,
         DATA_SOURCE.replace(
             help="Images without labels to send through the network: a folder, a packed folder or "
             "its URL, hf:OWNER/NAME[:CONFIGURATION], wds:PATTERN, or demo.",

@@ -25,49 +25,49 @@ class LazyCommand(NamedTuple):
         """Return the command."""
         module, attribute = self.location.split(":")
         command = getattr(import_module(f"dpn_cli.commands.{module}"), attribute)
-        around = typer.Typer(rich_markup_mode="rich", add_completion=False)
-        around.callback()(lambda: None)  # with a callback it is a group, however few commands it has
+        parent = typer.Typer(rich_markup_mode="rich", add_completion=False)
+        parent.callback()(lambda: None)  # with a callback it is a group, however few commands it has
         if isinstance(command, typer.Typer):
-            around.add_typer(command, name=name, help=self.help)
+            parent.add_typer(command, name=name, help=self.help)
         elif isinstance(command, Mapping):
-            import_module("dpn_cli.commands.train").add_command(around, name, command[name])
+            import_module("dpn_cli.commands.train").add_command(parent, name, command[name])
         else:
-            command(around)
-        group: Any = typer.main.get_command(around)
+            command(parent)
+        group: Any = typer.main.get_command(parent)
         return group.commands[name]
 
 
 class Commands(UserDict[str, Any]):
     """Commands by name, each loaded at its first use."""
 
-    def __init__(self, later: Mapping[str, LazyCommand]) -> None:
-        super().__init__(dict.fromkeys(later))
-        self.later = later
+    def __init__(self, lazy_commands: Mapping[str, LazyCommand]) -> None:
+        super().__init__(dict.fromkeys(lazy_commands))
+        self.lazy_commands = lazy_commands
 
     def __getitem__(self, name: str) -> Any:
         if self.data[name] is None:
-            self.data[name] = self.later[name].load(name)
+            self.data[name] = self.lazy_commands[name].load(name)
         return self.data[name]
 
 
 class LazyGroup(TyperGroup):
-    """A group of the commands in `later`, which a subclass sets."""
+    """A group of the commands in `lazy_commands`, which a subclass sets."""
 
-    later: Mapping[str, LazyCommand]
+    lazy_commands: Mapping[str, LazyCommand]
     _listed = False
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = Commands(self.later)
+        self.commands = Commands(self.lazy_commands)
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of the commands."""
         return list(self.commands)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command; while the help is written, one that has nothing but its line there."""
+        """Return a command; while the help is written, one with its help line alone."""
         if self._listed:
-            return TyperCommand(cmd_name, help=self.later[cmd_name].help)
+            return TyperCommand(cmd_name, help=self.lazy_commands[cmd_name].help)
         return self.commands.get(cmd_name)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

@@ -27,7 +27,7 @@ Seed = Annotated[int, Field(ge=0, le=MOST_SEED)]
 Side = Annotated[int, Field(gt=0, le=MOST_PIXELS)]
 NonNegative = Annotated[float, Field(ge=0)]
 # Where data are, as `--data` says it.
-DataPlace = Annotated[str, AfterValidator(check_url)]
+DataLocation = Annotated[str, AfterValidator(check_url)]
 # Pillow's own limit: what it refuses as a decompression bomb.
 MAX_PIXELS = 2 * (1024**3 // 4 // 3)
 

@@ -1,4 +1,4 @@
-"""URLs in location of folders: which stores are read, and what a URL may hold. Imports no torch."""
+"""URLs in place of folders: which stores are read, and what a URL may hold. Imports no torch."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from dpn_cli.config.schema import (
     VAL_DATA,
     VAL_FRACTION,
     Crop,
-    DataPlace,
+    DataLocation,
     Flip,
     ImageColumn,
     LabelColumn,
@@ -52,14 +52,14 @@ class SupervisedData(SampledData):
     """Location of the images, and their decoding."""
 
     source: Annotated[
-        DataPlace | None,
+        DataLocation | None,
         DATA_SOURCE.replace(
             help="Folder with train/CLASS and val/CLASS (or CLASS, with --val-fraction), a packed folder (dpn data "
             "pack) or its URL, hf:OWNER/NAME[:CONFIGURATION], wds:PATTERN, or demo.",
             unset="$DPN_DATA_DIR/imagenet, ./imagenet, else demo",
         ),
     ] = None
-    val_source: Annotated[DataPlace | None, VAL_DATA] = None
+    val_source: Annotated[DataLocation | None, VAL_DATA] = None
     val_fraction: Annotated[Share | None, VAL_FRACTION] = None
     minival: Annotated[float, Field(ge=0, lt=1)] | None = None
     image_column: ImageColumn = None
@@ -123,7 +123,7 @@ class SupervisedConfig(SweepConfig):
     freeze: Freeze = ()
     select: Literal["best", "last"] = "last"
     fewshot: Positive | None = None
-    fewshot_data: DataPlace | None = None
+    fewshot_data: DataLocation | None = None
     eval_batch_size: Positive = 64
     evaluate_every: Positive = 2500
 

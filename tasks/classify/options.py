@@ -14,7 +14,7 @@ from dpn_cli.config.option import DATA, MODEL, OUTPUT, argument, flag
 from dpn_cli.config.schema import (
     VAL_DATA,
     VAL_FRACTION,
-    DataPlace,
+    DataLocation,
     ForwardBatchSize,
     ImageColumn,
     ImageReading,
@@ -42,7 +42,7 @@ class EvalOptions(EvaluationOptions):
     """Options of ``dpn eval``."""
 
     network: Annotated[str, argument("A run's folder, or a checkpoint with a head.")]
-    source: Annotated[DataPlace | None, LABELLED.replace(unset="the run's")] = None
+    source: Annotated[DataLocation | None, LABELLED.replace(unset="the run's")] = None
     split: Annotated[
         Literal["train", "val", "all"] | None,
         flag(
@@ -94,7 +94,7 @@ class ProbeOptions(Section):
             "--compare."
         ),
     ] = None
-    source: Annotated[DataPlace, LABELLED]
+    source: Annotated[DataLocation, LABELLED]
     compare: Annotated[
         Networks,
         COMPARE.replace(
@@ -102,7 +102,7 @@ class ProbeOptions(Section):
             "{stem} in CHECKPOINT, or 'checkpoint=A.npz;checkpoint=B.npz'."
         ),
     ] = ()
-    val_source: Annotated[DataPlace | None, VAL_DATA] = None
+    val_source: Annotated[DataLocation | None, VAL_DATA] = None
     val_fraction: Annotated[Share | None, VAL_FRACTION] = None
     image_column: ImageColumn = None
     label_column: LabelColumn = None

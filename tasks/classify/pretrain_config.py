@@ -33,7 +33,7 @@ from dpn_cli.config.option import MODEL, TRAIN, flag
 from dpn_cli.config.paths import DEMO_OBJECTS, DEMOS, UNPACKED, find_data
 from dpn_cli.config.provenance import flatten_keys
 from dpn_cli.config.schema import (
-    DataPlace,
+    DataLocation,
     Pixels,
     Positive,
     Section,
@@ -101,7 +101,7 @@ class PretrainConfig(SupervisedConfig):
         ),
     ] = None
     fewshot_data: Annotated[
-        DataPlace | None,
+        DataLocation | None,
         flag(
             "--fewshot-data",
             help="Labelled images, as --data takes them, for a 25-shot probe of the finished network.",

@@ -19,7 +19,7 @@ from dpn_cli.config.schema import (
     SEED,
     VAL_DATA,
     VAL_FRACTION,
-    DataPlace,
+    DataLocation,
     ImageColumn,
     ImageReading,
     NonNegativeInt,
@@ -57,22 +57,22 @@ class CaptionData(ImageReading):
     """The location of the captioned images; `images` is the folder that their names are relative to."""
 
     source: Annotated[
-        DataPlace | None,
+        DataLocation | None,
         DATA_SOURCE.replace(
             help="Captioned images: a .csv or .tsv (file, caption), COCO's captions .json, a folder with NAME.txt "
             "next to each image, wds:PATTERN, hf:OWNER/NAME[:CONFIGURATION], or demo.",
             unset="demo",
         ),
     ] = None
-    val_source: Annotated[DataPlace | None, VAL_DATA.replace(help="Other captioned images to score retrieval on.")] = (
-        None
-    )
+    val_source: Annotated[
+        DataLocation | None, VAL_DATA.replace(help="Other captioned images to score retrieval on.")
+    ] = None
     val_fraction: Annotated[
         Annotated[float, Field(gt=0, lt=1)] | None,
         VAL_FRACTION.replace(help="Share held out without --val-data.", unset="0.01, 50 to 5000 images"),
     ] = None
     zeroshot: Annotated[
-        DataPlace | None,
+        DataLocation | None,
         flag(
             "--zeroshot-data",
             help="Labelled images, e.g. imagenet, to classify by prompts at the end, as 'lit eval' does (Table 4).",

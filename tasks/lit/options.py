@@ -9,7 +9,7 @@ from dpn_cli.config.inference import EvaluationOptions, ImageFileOptions
 from dpn_cli.config.option import DATA, MODEL, OUTPUT, argument, flag
 from dpn_cli.config.schema import (
     HTML,
-    DataPlace,
+    DataLocation,
     ForwardBatchSize,
     ImageColumn,
     LabelColumn,
@@ -32,7 +32,7 @@ class LitEvalOptions(EvaluationOptions):
 
     run: Annotated[str, RUN]
     source: Annotated[
-        DataPlace,
+        DataLocation,
         flag(
             "--data",
             help="Labelled images (folder with val/CLASS or CLASS, hf:OWNER/NAME[:CONFIGURATION], wds:PATTERN, demo), "

@@ -18,7 +18,7 @@ from dpn_cli.config.paths import find_data
 from dpn_cli.config.schema import (
     DATA_SOURCE,
     IMAGE_COLUMN,
-    DataPlace,
+    DataLocation,
     Flip,
     ImageReading,
     Pixels,
@@ -63,7 +63,7 @@ class MaskData(ImageReading):
 
     dataset: Literal["ade20k", "folder"] = "folder"
     source: Annotated[
-        DataPlace | None,
+        DataLocation | None,
         DATA_SOURCE.replace(
             help="Folder with images/{training,validation} and annotations/{training,validation}, "
             "hf:OWNER/NAME[:CONFIGURATION] with masks, or demo.",

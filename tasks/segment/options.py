@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from dpn_cli.config.inference import EvaluationOptions, ImageFileOptions
 from dpn_cli.config.option import DATA, OUTPUT, argument, flag
-from dpn_cli.config.schema import FORWARD_BATCH_SIZE, DataPlace, Positive, Side
+from dpn_cli.config.schema import FORWARD_BATCH_SIZE, DataLocation, Positive, Side
 
 # Segmenter's test scales (arXiv 2105.05633), each plain and mirrored.
 MULTI_SCALE = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)
@@ -22,7 +22,7 @@ class SegmentEvalOptions(EvaluationOptions):
 
     run: Annotated[str, RUN]
     source: Annotated[
-        DataPlace | None,
+        DataLocation | None,
         flag(
             "--data",
             help="Data set at another location than the run's, of the same classes and values.",

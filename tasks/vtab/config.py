@@ -17,7 +17,7 @@ from dpn_cli.config.paths import find_data
 from dpn_cli.config.schema import (
     BATCH_SIZE,
     DATA_SOURCE,
-    DataPlace,
+    DataLocation,
     ImageReading,
     Lr,
     Optim,
@@ -63,7 +63,7 @@ class VtabData(ImageReading):
     """Location of the tasks' images, and their decoding."""
 
     source: Annotated[
-        DataPlace | None,
+        DataLocation | None,
         DATA_SOURCE.replace(
             help="Folder with one folder per task (svhn/train800.txt, …), hf:OWNER/NAME, or demo.",
             unset="$DPN_DATA_DIR/vtab-1k, ./vtab-1k, else demo",

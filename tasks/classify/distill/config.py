@@ -20,7 +20,7 @@ from dpn_cli.config.schema import (
     MAX_PIXELS,
     VAL_DATA,
     Crop,
-    DataPlace,
+    DataLocation,
     ImageColumn,
     LabelColumn,
     MaxPixels,
@@ -91,7 +91,7 @@ class DistillData(SampledData):
     """Location of the images, and their decoding; labels are not used."""
 
     source: Annotated[
-        DataPlace | None,
+        DataLocation | None,
         DATA_SOURCE.replace(
             help="Images without labels: a folder with images anywhere in it (in its train folder, if there is "
             "one), a packed folder or its URL, hf:OWNER/NAME[:CONFIGURATION], wds:PATTERN, or demo.",
@@ -99,7 +99,7 @@ class DistillData(SampledData):
         ),
     ] = None
     val_source: Annotated[
-        DataPlace | None,
+        DataLocation | None,
         VAL_DATA.replace(
             help="Labelled images, on which teacher and student are scored after the training.",
             unset="the val images in --data, if there are any",
@@ -196,7 +196,7 @@ class DistillConfig(SweepConfig):
         ),
     ] = None
     fewshot_data: Annotated[
-        DataPlace | None,
+        DataLocation | None,
         flag(
             "--fewshot-data",
             help="Labelled images, as 'dpn pretrain --data' takes them, for a few-shot probe of teacher and student.",
