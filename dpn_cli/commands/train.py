@@ -41,7 +41,7 @@ def add_command(app: typer.Typer, name: str, training: TrainCommand) -> None:
             options = _launch_options(config, arguments)
             config, trainer = load_trainer(training, config, console, dry_run=arguments["dry_run"])
             if arguments.get("list_trials"):
-                for number, name in enumerate(cast(SupportsTrials, trainer).trials(config)):
+                for number, name in enumerate(cast(SupportsTrials, trainer).trial_names(config)):
                     print(f"{number}\t{name}")
                 return
             explicit_keys = training.explicit_keys(arguments)

@@ -31,8 +31,8 @@ class TrainingModule(Protocol):
 class SupportsTrials(Protocol):
     """The module of a task whose work processes can share."""
 
-    def trials(self, config: Any) -> list[str]:
-        """Return what the numbers of ``--trial`` stand for."""
+    def trial_names(self, config: Any) -> list[str]:
+        """Return the names of the trials, in the order of their numbers (``--trial``)."""
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class SweepRunner:
                 result = self._train(run, trials, failed)
             return result if run.world.leads else None
 
-    def trials(self, config: SweepConfig) -> list[str]:
+    def trial_names(self, config: SweepConfig) -> list[str]:
         """Return the names of the trials, in the order of their numbers."""
         return [trial.folder for trial in self._make_trials(config, Console(quiet=True))]
 

@@ -39,8 +39,8 @@ def run(config: VtabConfig, launch: LaunchOptions, console: Console) -> dict[str
         return result if run.world.leads else None
 
 
-def trials(config: VtabConfig) -> list[str]:
-    """Return what the numbers of ``--trial`` stand for."""
+def trial_names(config: VtabConfig) -> list[str]:
+    """Return the names of the trials, in the order of their numbers (``--trial``)."""
     return [part.name(config) for part in sweep_parts(config)]
 
 

@@ -90,7 +90,7 @@ def sweep(run: Run[VtabConfig], launch: LaunchOptions) -> Json | None:
     if launch.trial is None:
         return _finish(run, outcomes, fingerprints)
     if trials.failures:
-        kind = OutOfMemoryError if trials.set_aside else SweepError
+        kind = OutOfMemoryError if trials.needs_whole_gpu else SweepError
         raise kind("; ".join(f"{label}: {reason}" for label, reason in trials.failures.items()))
     return None
 
@@ -108,7 +108,7 @@ def _dispatch(run: Run[VtabConfig], data: Mapping[Task, TaskData], launch: Launc
     works = list[Work]()
     for part in task_parts:
         trials, dependencies = TaskSweep(run, part.network, part.task, data[part.task]), list[str]()
-        if trials.scored:
+        if trials.is_scored:
             continue
         for trial_part in trial_parts if len(task_parts) < backend.slots else ():
             is_same = (trial_part.network, trial_part.task) == (part.network, part.task)

@@ -36,7 +36,9 @@ def shared_pixels(run: Run[VtabConfig]) -> Path | None:
 class TaskSweep:
     """All trials of one task and network: train, choose the learning rate on val200, score on test.
 
-    With `dispatched` other processes have run the trials: what failed there is not tried again here.
+    With `dispatched` other processes have run the trials: those that failed there are not tried again here.
+    `needs_whole_gpu` is True when a trial ran out of memory on a share of a GPU: the learning rate is then not chosen,
+    and a process with a whole GPU tries the trial again.
     """
 
     def __init__(
@@ -46,11 +48,12 @@ class TaskSweep:
         self.folder, self.world, self.console = run.folder, run.world, run.console
         folder = run.folder
         self.path = folder.path / "trials" / run.config.folders[network] / task.name
+        self.choice_path = self.path / "choice.json"
         self.ledger = Ledger(folder.path / "ledger.jsonl")
         self.outcome = TaskOutcome(task, network)
         self.dispatched = dispatched
         self.failures: dict[str, str] = {}
-        self.set_aside = False
+        self.needs_whole_gpu = False
 
     @cached_property
     def trainer(self) -> Trainer:
@@ -61,35 +64,35 @@ class TaskSweep:
     def iter_trials(self) -> Generator[VtabTrial, None, None]:
         """Yield the unfinished trials, which the caller trains; score the task afterwards."""
         outcome, seeds = self.outcome, self.config.seeds
-        trials = [self._trial(lr, seed) for lr in self.config.lrs for seed in seeds]
+        trials = [self._make_trial(lr, seed) for lr in self.config.lrs for seed in seeds]
         yield from self._iter_unfinished(trials)
-        outcome.lr = None if self.set_aside else self._choose_lr(trials)
+        outcome.lr = None if self.needs_whole_gpu else self._choose_lr(trials)
         if outcome.lr is None:
             return
         self._discard(trials)
         if self.config.protocol == "vtab":
-            trials = [self._trial(outcome.lr, seed, "train800val200") for seed in seeds]
+            trials = [self._make_trial(outcome.lr, seed, "train800val200") for seed in seeds]
             yield from self._iter_unfinished(trials)
         chosen = [trial for trial in trials if trial.lr == outcome.lr]
-        if distributed.from_leader(all(trial.done(self.config.schedule.steps) for trial in chosen)):
+        if distributed.from_leader(all(trial.read_marker(self.config.schedule.steps) for trial in chosen)):
             self._score_and_discard(chosen)
 
     def iter_one_trial(self, lr: float, seed: int) -> Generator[VtabTrial, None, None]:
         """Yield one trial, unless it has finished."""
-        yield from self._iter_unfinished([self._trial(lr, seed)])
+        yield from self._iter_unfinished([self._make_trial(lr, seed)])
 
     def is_unfinished(self, lr: float, seed: int) -> bool:
         """Return whether a trial is still to be trained."""
-        return self._marker(self._trial(lr, seed)) is None
+        return self._marker(self._make_trial(lr, seed)) is None
 
     @property
-    def scored(self) -> bool:
+    def is_scored(self) -> bool:
         """Return whether the chosen trials of every seed have their scores on test."""
-        choice = read_json(self.path / "choice.json")
+        choice = read_json(self.choice_path)
         if choice is None:
             return False
         split = "train800" if self.config.protocol == "paper" else "train800val200"
-        chosen = [self._trial(choice["lr"], seed, split) for seed in self.config.seeds]
+        chosen = [self._make_trial(choice["lr"], seed, split) for seed in self.config.seeds]
         return all(self.ledger.entry(trial) for trial in chosen)
 
     def _choose_lr(self, trials: Sequence[VtabTrial]) -> float | None:
@@ -103,29 +106,29 @@ class TaskSweep:
                 outcome.val.setdefault(trial.lr, {})[trial.seed] = float(marker["val_accuracy"])
         if outcome.failed and not self.config.allow_failed:
             return None
-        if saved_choice := distributed.from_leader(read_json(self.path / "choice.json")):
+        if saved_choice := distributed.from_leader(read_json(self.choice_path)):
             return float(saved_choice["lr"])
         lr = choose_lr(outcome.val, len(self.config.seeds))
         if lr is not None and self.world.leads:
-            replace_json(self.path / "choice.json", {"lr": lr, "by": "mean val200 accuracy over the seeds"})
+            replace_json(self.choice_path, {"lr": lr, "by": "mean val200 accuracy over the seeds"})
         distributed.barrier()
         return lr
 
-    def _trial(self, lr: float, seed: int, split: str = "train800") -> VtabTrial:
+    def _make_trial(self, lr: float, seed: int, split: str = "train800") -> VtabTrial:
         return VtabTrial(self.network, self.task, lr, seed, split, self.path / f"{split}_lr{lr:g}_seed{seed}")
 
-    def _weights_needed(self, trial: VtabTrial) -> bool:
+    def _may_be_scored(self, trial: VtabTrial) -> bool:
         """Return whether a trial's weights may still be scored on test."""
         if self.ledger.entry(trial):
             return False
-        choice = read_json(self.path / "choice.json")
-        meets_test = trial.split == ("train800" if self.config.protocol == "paper" else "train800val200")
-        return meets_test and (choice is None or choice["lr"] == trial.lr)
+        choice = read_json(self.choice_path)
+        is_final_split = trial.split == ("train800" if self.config.protocol == "paper" else "train800val200")
+        return is_final_split and (choice is None or choice["lr"] == trial.lr)
 
     def _marker(self, trial: VtabTrial) -> Json | None:
         """Return the leading rank's marker of a finished trial; None also when weights that it needs are missing."""
-        marker = trial.done(self.config.schedule.steps)
-        if marker and self._weights_needed(trial) and not trial.weights.is_file():
+        marker = trial.read_marker(self.config.schedule.steps)
+        if marker and self._may_be_scored(trial) and not trial.weights.is_file():
             marker = None
         return distributed.from_leader(marker)
 
@@ -143,7 +146,7 @@ class TaskSweep:
 
     def _failure(self, trial: VtabTrial) -> str | None:
         """Return why a trial failed, here or in another process."""
-        if self.dispatched and trial.done(self.config.schedule.steps) is None:
+        if self.dispatched and trial.read_marker(self.config.schedule.steps) is None:
             failure = read_json(trial.path / "failed.json")
             return str(failure["error"]) if failure else self.failures.get(trial.label)
         return self.failures.get(trial.label)
@@ -151,7 +154,7 @@ class TaskSweep:
     def save_failure(self, trial: VtabTrial, error: DpnError) -> None:
         """Record why a trial failed, so that the sweep continues."""
         self.failures[trial.label] = str(error)
-        self.set_aside |= is_shared() and isinstance(error, OutOfMemoryError)
+        self.needs_whole_gpu |= is_shared() and isinstance(error, OutOfMemoryError)
         if self.world.leads:
             replace_json(trial.path / "failed.json", {"error": str(error), "exit_code": error.exit_code})
 
@@ -166,7 +169,7 @@ class TaskSweep:
             "micro_batch": result.micro_batch,
         }
         if self.world.leads:
-            if self._weights_needed(trial) or self.config.keep_weights == "all":
+            if self._may_be_scored(trial) or self.config.keep_weights == "all":
                 model = self.trainer.model
                 marker["weights_sha256"] = export_backbone(model, trial.weights)
             replace_json(trial.path / "done.json", marker)
@@ -220,6 +223,6 @@ class TaskSweep:
         if self.world.leads and self.config.keep_weights != "all":
             for trial in trials:
                 is_retained = self.config.keep_weights == "chosen" and trial.lr == self.outcome.lr
-                if not is_retained and not self._weights_needed(trial):
+                if not is_retained and not self._may_be_scored(trial):
                     trial.weights.unlink(missing_ok=True)
         distributed.barrier()

@@ -60,7 +60,7 @@ class VtabTrial:
         except (DataError, OSError, SafetensorError) as error:
             raise DataError(f"{self.weights}: {error}; delete {self.path}, and --resume trains it again") from error
 
-    def done(self, steps: int) -> Json | None:
+    def read_marker(self, steps: int) -> Json | None:
         """Return the marker of a training that finished all its `steps`, or None."""
         marker = read_json(self.path / "done.json")
         return marker if marker and marker.get("steps") == steps else None

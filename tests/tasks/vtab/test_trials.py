@@ -26,7 +26,7 @@ def test_only_a_training_on_all_images_is_named_after_its_split(tmp_path: Path) 
 @pytest.mark.parametrize(("steps", "done"), [(2, False), (3, True), (4, False)])
 def test_a_marker_counts_for_as_many_steps_as_are_asked_for(steps: int, done: bool, tmp_path: Path) -> None:
     (tmp_path / "done.json").write_text(json.dumps({"steps": steps}))
-    assert (trial(tmp_path).done(3) is not None) == done
+    assert (trial(tmp_path).read_marker(3) is not None) == done
 
 
 @pytest.mark.parametrize("line", ["{", "3"])
