@@ -34,7 +34,7 @@ NOT_TORCH = "x = 1"
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "found", "remedy", "behind"),
+    ("name", "text", "actual", "remedy", "behind"),
     [
         ("torchvision", UNMATCHED, "operator torchvision::nms does not exist", "install both in one command", "ranks"),
         ("torch", MISSING, "cannot be imported: libcudart.so.13", "unset LD_LIBRARY_PATH", "torch"),

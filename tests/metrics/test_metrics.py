@@ -109,7 +109,7 @@ def framed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize(("resize_side", "begin"), [(96, 32), (48, 8), (32, 0)])
+@pytest.mark.parametrize(("resize_side", "start"), [(96, 32), (48, 8), (32, 0)])
 def test_the_saved_side_prepares_the_images_of_eval_and_predict(
     resize_side: int, start: int, framed: Path, tmp_path: Path
 ) -> None:

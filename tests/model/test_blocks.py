@@ -110,7 +110,7 @@ def timms(**options: Any) -> VisionTransformer:
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
+    ("actual", "expected"),
     [
         ({"placement": "subln"}, {"scale_attn_norm": True, "scale_mlp_norm": True}),
         ({"placement": "post,post", "norm_options": {"post": "branch"}}, {"block_fn": ResPostBlock}),

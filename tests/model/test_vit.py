@@ -183,7 +183,7 @@ def test_b32_has_the_published_number_of_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
+    ("actual", "expected"),
     [
         ("Ti/16", "vit_tiny_patch16_224"),
         ("S/32", "vit_small_patch32_224"),

@@ -28,7 +28,7 @@ RUN = TorchrunLaunch("run7", 0, AGENTS[:2]).facts()
 
 
 @pytest.mark.parametrize(
-    ("now", "began", "same_id"),
+    ("current", "began", "same_id"),
     [
         (TorchrunLaunch("run7", 1, AGENTS[:1]), True, True),  # node2 is lost
         (TorchrunLaunch("run7", 0, AGENTS[1:]), True, True),  # node3 is there instead of node1, which changes no count

@@ -374,7 +374,7 @@ class OneNetwork(Section):
 
 
 @pytest.mark.parametrize(
-    ("now", "arguments", "kept"),
+    ("current", "arguments", "kept"),
     [
         ({}, [], True),
         ({"stem": "none"}, [], True),

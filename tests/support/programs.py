@@ -72,9 +72,9 @@ def write_program(path: Path, text: str) -> str:
 _HOLD = """
 import sys, time
 from pathlib import Path
-from dpn_cli.run.files import claimed
+from dpn_cli.run.files import claim
 
-with claimed(Path(sys.argv[1])):
+with claim(Path(sys.argv[1])):
     print("here", flush=True)
     sys.stdin.read()
 """

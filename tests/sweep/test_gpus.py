@@ -115,10 +115,10 @@ def test_trainings_are_measured_when_the_optimizer_has_its_state(
     update = engine._Training.update
 
     def counted(
-        training: engine._Training, pending: torch.Tensor, step: int, lr: float, *, current: bool
+        training: engine._Training, pending: torch.Tensor, step: int, lr: float, *, now: bool
     ) -> list[float]:
         updates.append(step)
-        return update(training, pending, step, lr, now=current)
+        return update(training, pending, step, lr, now=now)
 
     monkeypatch.setattr(engine._Training, "update", counted)
     monkeypatch.setattr(engine, "measure", lambda device: messages.append(len(updates)))
