@@ -26,6 +26,7 @@ from tasks.classify.classifier import Classifier, compute_logits, load_classifie
 from tasks.classify.eval_splits import open_part, run_source
 from tasks.classify.options import EvalOptions
 from tasks.classify.predictions_file import describe_pairs, save_scores
+from tasks.classify.shift_scores import describe_shifts, save_shifts, score_shifts
 
 
 def evaluate(options: EvalOptions, console: Console) -> dict[str, Any] | None:
@@ -64,8 +65,12 @@ def evaluate(options: EvalOptions, console: Console) -> dict[str, Any] | None:
         if real:
             labels = [real[prediction.row] for prediction in scores.predictions]
             result["real"] = real_accuracy([prediction.predicted for prediction in scores.predictions], labels)
+        if options.shift.names:
+            result["shifts"] = _score_shifts(options, classifier, split, names, columns, world, console)
         if options.output_dir and world.leads:
             result |= save_scores(options.output_dir, scores, names, split)
+            if options.shift.names:
+                save_shifts(options.output_dir, result["shifts"], split, scores.predictions[0].row)
             replace_json(options.output_dir / "result.json", result)
         distributed.barrier()
         return result if world.leads else None
@@ -123,6 +128,41 @@ def _score(
             keep_predictions=keep_predictions,
             on_progress=on_progress,
         )
+
+
+def _score_shifts(
+    options: EvalOptions,
+    classifier: Classifier,
+    split: LabelledImages,
+    names: Sequence[str],
+    columns: Tensor | None,
+    world: World,
+    console: Console,
+) -> dict[str, Any]:
+    """Return the scores of the classifier, and of the baseline, under shifts. Raises as `evaluate` does."""
+    shift = options.shift
+    classifiers, columns_by_network = {options.network: classifier}, {options.network: columns}
+    if shift.baseline:
+        size = classifier.model.config.image_size
+        baseline = load_classifier(shift.baseline, size if options.image_size else None, "dpn eval")
+        classifiers[shift.baseline] = baseline
+        columns_by_network[shift.baseline] = match_classes(baseline.classes, names)
+    passes = len(classifiers) * (1 + len(shift.names) * len(shift.severities))
+    with console.counting("shifts", passes * world.share(len(split.labels))) as on_progress:
+
+        def top1(network: str, shifted: LabelledImages) -> float:
+            scores = _score(
+                classifiers[network],
+                shifted,
+                columns_by_network[network],
+                options,
+                world,
+                keep_predictions=False,
+                on_progress=on_progress,
+            )
+            return scores.top1
+
+        return score_shifts(classifiers, split, shift, top1)
 
 
 def _result(
@@ -195,6 +235,8 @@ def describe_scores(result: dict[str, Any]) -> str:
         lines.append(f"WARNING: {warning}")
     if "real" in result:
         lines.append(f"ReaL {result['real']['top1']:.2f} % of {result['real']['images']} images with labels")
+    if "shifts" in result:
+        lines += describe_shifts(result["shifts"])
     if result["worst_pairs"]:
         lines.append("most frequent confusions:")
     for pair in result["worst_pairs"]:

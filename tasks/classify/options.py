@@ -27,6 +27,7 @@ from dpn_cli.config.schema import (
     SkipBadImages,
     split_list,
 )
+from dpn_cli.config.shift_options import ShiftOptions
 from dpn_cli.sweep.grid import COMPARE, SEED_COUNT, Networks, fill_checkpoint_name, parse_seeds, settings_of
 from tasks.classify.config import Share
 
@@ -58,6 +59,7 @@ class EvalOptions(EvaluationOptions):
     real: Annotated[
         Path | None, flag("--real", help="ImageNet-ReaL's real.json: score against it too.", panel=DATA)
     ] = None
+    shift: ShiftOptions = ShiftOptions()
     image_size: Annotated[Pixels | None, OWN_SIZE] = None
     batch_size: ForwardBatchSize = 64
     output_dir: Annotated[

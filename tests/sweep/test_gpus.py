@@ -114,9 +114,7 @@ def test_trainings_are_measured_when_the_optimizer_has_its_state(
     updates, messages = list[int](), list[int]()
     update = engine._Training.update
 
-    def counted(
-        training: engine._Training, pending: torch.Tensor, step: int, lr: float, *, now: bool
-    ) -> list[float]:
+    def counted(training: engine._Training, pending: torch.Tensor, step: int, lr: float, *, now: bool) -> list[float]:
         updates.append(step)
         return update(training, pending, step, lr, now=now)
 

@@ -1,0 +1,92 @@
+"""`dpn eval --shifts`: scores, relative errors, files and page."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dpn_cli.weights.backbone import load_backbone
+from support.backbones import perturb
+from support.cli import run_dpn
+from support.images import write_class_folders
+from tasks.classify.classifier import Classifier, save_classifier
+from tasks.classify.shift_scores import relative_errors
+
+
+def write_classifier(path: Path, stem: Any, seed: int) -> Path:
+    model = perturb(load_backbone("mu/16", stem=stem, checkpoint="none", image_size=32, num_classes=2, seed=seed))
+    save_classifier(Classifier(model, ("class0", "class1"), "softmax", None, {}), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[str]]:
+    folder = tmp_path_factory.mktemp("shifts")
+    write_class_folders(folder / "photos/val", classes=2, each=8)
+    command = [
+        *("eval", str(write_classifier(folder / "dpn.safetensors", "dpn", 1)), "--data", str(folder / "photos")),
+        *("--shifts", "gain,gaussian_noise", "--severity", "5,1", "--device", "cpu", "-q"),
+        *("--baseline", str(write_classifier(folder / "none.safetensors", "none", 2))),
+    ]
+    return folder, folder / "report", [*command, "-o", str(folder / "report")]
+
+
+def test_scores_are_saved_and_those_of_the_baseline_are_its_own(evaluated: tuple[Path, Path, list[str]]) -> None:
+    folder, report, command = evaluated
+    result = json.loads(run_dpn(*command, "--json", "-j", "0").stdout)["shifts"]
+    assert result["severities"] == [1, 5]
+    own, baseline = result["networks"].values()
+    assert list(own["scores"]) == ["gain", "gaussian_noise"]
+    assert own["means"]["gain"] == pytest.approx(np.mean(own["scores"]["gain"]))
+    assert result["mce"] == relative_errors(own["scores"], baseline["scores"])
+    alone = [word if "dpn.safetensors" not in word else str(folder / "none.safetensors") for word in command[:-4]]
+    assert json.loads(run_dpn(*alone, "--json").stdout)["shifts"]["networks"].popitem()[1] == baseline
+    with (report / "shifts.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["top1"]) for row in rows if row["shift"] == "gain"] == [
+        *own["scores"]["gain"],
+        *baseline["scores"]["gain"],
+    ]
+    assert {path.name for path in (report / "shifts").iterdir()} == {"clean.jpg", "gain.jpg", "gaussian_noise.jpg"}
+
+
+def test_workers_do_not_change_the_scores(evaluated: tuple[Path, Path, list[str]]) -> None:
+    command = evaluated[2][:-2]
+    first, second = (json.loads(run_dpn(*command, "--json", "-j", workers).stdout)["shifts"] for workers in ("0", "2"))
+    assert first == second
+
+
+def test_the_page_has_charts_of_both_networks_and_examples(
+    evaluated: tuple[Path, Path, list[str]], tmp_path: Path
+) -> None:
+    _, report, command = evaluated
+    run_dpn(*command)
+    run_dpn("report", str(report), "-o", str(tmp_path / "page"))
+    page = (tmp_path / "page/report.html").read_text()
+    assert "Accuracy under shifts: gaussian noise" in page
+    assert "One image under every shift, severity 5" in page
+    with (tmp_path / "page/figures/shifts_gain.csv").open(newline="") as file:
+        rows = list(csv.reader(file))
+    assert len(rows) == 1 + 2 * 3  # two networks at severities 0, 1 and 5
+
+
+def test_relative_errors_are_those_of_imagenet_c() -> None:
+    scores = {"fog": [80.0, 60.0], "gain": [50.0, 50.0], "snow": [100.0, 90.0]}
+    baseline = {"fog": [70.0, 50.0], "gain": [0.0, 0.0], "snow": [100.0, 100.0]}
+    errors = relative_errors(scores, baseline)
+    assert errors["errors"] == {"fog": pytest.approx(75.0), "gain": pytest.approx(50.0), "snow": None}
+    assert errors["mce"] == pytest.approx(75.0)  # gain is none of ImageNet-C's corruptions
+
+
+def test_a_dpn_stem_does_not_see_gain_and_contrast() -> None:
+    """The stem normalises each patch, so a positive scale and a shift of its values leave the tokens as they are."""
+    model = perturb(load_backbone("mu/16", stem="dpn", checkpoint="none", image_size=32, num_classes=2, seed=0))
+    image = torch.rand(1, 3, 32, 32, dtype=torch.float64)
+    model = model.double().eval()
+    torch.testing.assert_close(model(2 * image - 1), model(0.25 * (2 * image - 1) + 0.1), rtol=1e-3, atol=1e-3)
