@@ -152,19 +152,19 @@ def elastic_transform(image: Floats, strength: float, scale: float, rng: np.rand
 
 def pixelate(image: Floats, factor: float, scale: float, rng: np.random.Generator) -> Floats:
     """Reduce the image by averaging, and enlarge it without interpolation."""
-    picture = _to_pil(image)
-    reduced = picture.resize(
-        (max(1, int(picture.width * factor)), max(1, int(picture.height * factor))), Image.Resampling.BOX
+    pil_image = _to_pil(image)
+    reduced = pil_image.resize(
+        (max(1, int(pil_image.width * factor)), max(1, int(pil_image.height * factor))), Image.Resampling.BOX
     )
-    return np.asarray(reduced.resize(picture.size, Image.Resampling.NEAREST)) / 255
+    return np.asarray(reduced.resize(pil_image.size, Image.Resampling.NEAREST)) / 255
 
 
 def jpeg_compression(image: Floats, quality: int, scale: float, rng: np.random.Generator) -> Floats:
     """Save the image as JPEG."""
     file = io.BytesIO()
     _to_pil(image).save(file, "JPEG", quality=quality)
-    with Image.open(file) as picture:
-        return np.asarray(picture) / 255
+    with Image.open(file) as pil_image:
+        return np.asarray(pil_image) / 255
 
 
 def gain(image: Floats, factor: float, scale: float, rng: np.random.Generator) -> Floats:
