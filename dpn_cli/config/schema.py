@@ -106,6 +106,8 @@ FLIP = flag(
     panel=DATA,
 )
 Flip = Annotated[bool, FLIP]
+NOISE = flag("--noise", help="Largest deviation of noise in training images, in grey levels of 255.", panel=TRAIN)
+Noise = Annotated[float, Field(ge=0, le=255), NOISE]
 MaxPixels = Annotated[
     Positive,
     flag(

@@ -65,6 +65,8 @@ class Augmentation:
         flip: mirror every second image.
         policy: timm's RandAugment or torchvision's AutoAugment, by name.
         jitter: how far timm changes brightness, contrast and saturation: by factors of 1 - jitter to 1 + jitter.
+        noise: largest standard deviation of Gaussian noise in grey levels; each image draws its own below it.
+        noise_pairs: keep the images without noise, too: channels 0 to 2 have none, 3 to 5 have it.
         erase: share of images of which timm erases a part; these batches are float32 and normalised.
         repeats: how often an epoch draws each of its images (repeated augmentation).
         mirrored: give each rank the pairs of positions that mirror each other, which timm mixes.
@@ -82,6 +84,8 @@ class Augmentation:
     flip: bool = True
     policy: str | None = None
     jitter: float = 0.0
+    noise: float = 0.0
+    noise_pairs: bool = False
     erase: float = 0.0
     repeats: int = 1
     mirrored: bool = False
@@ -102,7 +106,7 @@ class Augmentation:
     @property
     def image_bytes(self) -> int:
         """The size of a training image in bytes."""
-        return 3 * math.prod(self.size) * (4 if self.erase else 1)
+        return (6 if self.noise_pairs else 3) * math.prod(self.size) * (4 if self.erase else 1)
 
 
 @cache
@@ -143,6 +147,13 @@ def _posterize(image: Image.Image, bits: int, **others: Any) -> Image.Image:
     """Keep `bits` of each value, as timm does. Zero bits, which Pillow 13 refuses, give a black image."""
     posterized: Image.Image = posterize(image, bits, **others) if bits else Image.new(image.mode, image.size)
     return posterized
+
+
+def add_noise(image: Tensor, most: float, generator: torch.Generator) -> Tensor:
+    """Add Gaussian noise to an image (3, h, w) uint8; its deviation is uniform from 0 to `most` grey levels."""
+    deviation = most * torch.rand((), generator=generator)
+    noise = deviation * torch.randn(image.shape, generator=generator)
+    return (image + noise).round_().clamp_(0, 255).to(torch.uint8)
 
 
 def mix_batches(batches: Batches, mixup: Mixup, normalize: Callable[[Tensor], Tensor], seed: int) -> Batches:

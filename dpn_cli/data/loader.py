@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from dpn_cli.data.augment import Augmentation, make_transform, seed_globally
+from dpn_cli.data.augment import Augmentation, add_noise, make_transform, seed_globally
 from dpn_cli.data.collate import open_batches
 from dpn_cli.data.crops import train_crop
 from dpn_cli.data.decode import decode, decoder_of
@@ -37,7 +37,7 @@ from dpn_cli.run.distributed import World
 # An unreadable image is replaced by the next readable one among this many.
 REPLACEMENTS = 10
 # Independent streams of random numbers: crops, flips, mixing.
-CROP, FLIP, MIX, RANDAUGMENT, POLICY = 1, 2, 3, 4, 7
+CROP, FLIP, MIX, RANDAUGMENT, POLICY, NOISE = 1, 2, 3, 4, 7, 8
 
 Loaded = tuple[Tensor, int, int] | DpnError
 
@@ -71,6 +71,16 @@ class _CropDataset(Dataset[Loaded]):
         return unreadable
 
     def _make_example(
+        self, image: Image.Image, location: str, generator: torch.Generator, first: int, second: int
+    ) -> Tensor:
+        example, augmentation = self._augment_image(image, location, generator, first, second), self.augmentation
+        if not augmentation.noise:
+            return example
+        generator = torch.Generator().manual_seed(fold(self.seed, NOISE, first, second))
+        noisy = add_noise(example, augmentation.noise, generator)
+        return torch.cat([example, noisy]) if augmentation.noise_pairs else noisy
+
+    def _augment_image(
         self, image: Image.Image, location: str, generator: torch.Generator, first: int, second: int
     ) -> Tensor:
         augmentation = self.augmentation
@@ -171,10 +181,10 @@ def crop_batches(
 ) -> Batches:
     """Return the engine's ``batches``: ``image`` (b, 3, h, w) uint8 and ``label`` (b,), this rank's rows.
 
-    With random erasing, images are float32 in the network's input range. With mixup, batches also hold ``other_image``
-    and ``other_label``, the row of the global batch before each, and ``mix`` (b,), the share of the first. Without
-    an `order`, the full data set is shuffled. Raises `DataError` naming the first unreadable
-    image, unless `skip_bad` replaces it and calls `on_skip`.
+    With pairs of noise, ``noisy_image`` (b, 3, h, w) is each image with noise. With random erasing, images are float32
+    in the network's input range. With mixup, batches also hold ``other_image`` and ``other_label``, the row of the
+    global batch before each, and ``mix`` (b,), the share of the first. Without an `order`, the full data set is
+    shuffled. Raises `DataError` naming the first unreadable image, unless `skip_bad` replaces it and calls `on_skip`.
     """
     positions = rank_positions(batch_size, world, mirrored=augmentation.mirrored)
     if augmentation.mixup and world.size > 1:
@@ -194,7 +204,9 @@ def crop_batches(
             on_step(start - 1)
             for step, (images, labels) in enumerate(crops, start):
                 on_step(step)
-                batch = {"image": images, "label": labels}
+                batch = {"image": images[:, :3], "label": labels}
+                if augmentation.noise_pairs:
+                    batch["noisy_image"] = images[:, 3:]
                 if augmentation.mixup:
                     batch = mixup_with_previous(batch, augmentation.mixup, seed, step, wraps=world.size == 1)
                 yield batch

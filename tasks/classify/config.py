@@ -23,6 +23,7 @@ from dpn_cli.config.schema import (
     ImageColumn,
     LabelColumn,
     MaxPixels,
+    Noise,
     NonNegative,
     NonNegativeInt,
     Positive,
@@ -75,6 +76,7 @@ class SupervisedData(SampledData):
     skip_bad_images: SkipBadImages = False
     crop: Crop = "inception"
     flip: Flip = True
+    noise: Noise = 0.0
 
 
 class SupervisedNetwork(BackboneConfig):
@@ -144,6 +146,11 @@ class SupervisedConfig(SweepConfig):
             raise ValueError(
                 f"auto_augment ({self.auto_augment}) and randaugment.layers ({self.randaugment.layers}): one policy is "
                 "applied; leave one of them at null or 0"
+            )
+        if self.data.noise and self.erase:
+            raise ValueError(
+                f"data.noise ({self.data.noise:g}) and erase ({self.erase:g}): erasing gives normalised images, and "
+                "noise is counted in grey levels; leave one of them at 0"
             )
         if self.repeats > 1 and self.data.shuffle == "shards":
             raise ValueError(

@@ -151,6 +151,7 @@ def augmentation_of(config: SupervisedConfig, model: Backbone) -> Augmentation:
         config.randaugment.magnitude,
         crop=data.crop,
         flip=data.flip,
+        noise=data.noise,
         policy=config.auto_augment,
         erase=config.erase,
         repeats=config.repeats,

@@ -154,3 +154,31 @@ def test_mixed_batches_carry_the_image_before_each(folder: ClassFolders) -> None
     assert torch.equal(batch["other_image"][1], batch["image"][0])
     assert torch.equal(batch["other_label"][0], batch["label"][-1])
     assert (batch["mix"] >= 0.5).all()
+
+
+def test_noise_has_a_deviation_of_its_own_in_every_image(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    Image.new("RGB", (32, 32), (128, 128, 128)).save(tmp_path / "a/grey.png")
+    grey = ClassFolders(tmp_path)
+    augmentation = Augmentation((32, 32), crop="whole", noise=20.0)
+    batches = crop_batches(grey, augmentation, 200, 3, World(0, 1, torch.device("cpu")), workers=0)
+    noise = next(batches(0))["image"].double() - 128
+    deviations = noise.flatten(1).std(1)
+    assert noise.mean().abs() < 0.1
+    assert deviations.min() < 1
+    assert 19 < deviations.max() < 21
+    uniform = (deviations / 20).sort().values
+    assert (uniform - (torch.arange(200) + 0.5) / 200).abs().max() < 0.12  # Kolmogorov-Smirnov, p about 0.005
+    repeated = next(crop_batches(grey, augmentation, 200, 3, World(0, 1, torch.device("cpu")), workers=2)(0))["image"]
+    assert torch.equal(repeated.double() - 128, noise)
+
+
+@pytest.mark.parametrize("mixup", [0.0, 0.5])
+def test_pairs_of_noise_hold_the_image_without_and_with_it(mixup: float, folder: ClassFolders) -> None:
+    cpu = World(0, 1, torch.device("cpu"))
+    augmentations = [Augmentation((16, 16), mixup=mixup, **more) for more in ({}, {"noise": 30.0, "noise_pairs": True})]  # type: ignore[arg-type]
+    clean, pairs = (next(crop_batches(folder, one, 6, 3, cpu, workers=0)(0)) for one in augmentations)
+    assert all(torch.equal(clean[key], pairs[key]) for key in clean)
+    difference = pairs["noisy_image"].double() - pairs["image"].double()
+    assert 2 < difference.std() < 31
+    assert ("other_noisy_image" in pairs) == (mixup > 0)

@@ -18,6 +18,7 @@ from dpn_cli.config.schema import (
     DECODE,
     FLIP,
     MAX_PIXELS,
+    NOISE,
     VAL_DATA,
     Crop,
     DataLocation,
@@ -125,6 +126,13 @@ class DistillData(SampledData):
             "--jitter",
             help="How far brightness, contrast and saturation of training images change: 0.4 is by 40 %.",
             panel=DATA,
+        ),
+    ] = 0.0
+    noise: Annotated[
+        float,
+        Field(ge=0, le=255),
+        NOISE.replace(
+            help="Largest deviation of noise in the student's images, in grey levels; the teacher sees none."
         ),
     ] = 0.0
 

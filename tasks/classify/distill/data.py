@@ -116,6 +116,8 @@ def augmentation_of(config: DistillConfig, size: tuple[int, int]) -> Augmentatio
         crop=data.crop or "inception",
         flip=bool(data.flip),
         jitter=data.jitter,
+        noise=data.noise,
+        noise_pairs=data.noise > 0,
         views=config.cache_teacher or 0,
     )
 

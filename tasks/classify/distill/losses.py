@@ -74,10 +74,14 @@ class ObservedNetwork(nn.Module):
                 parameter.requires_grad_(False)
 
 
-def inputs_of(network: Backbone, batch: Batch) -> Tensor:
-    """Return the images of a batch (b, 3, h, w) in the network's input range, mixed if the batch has a mix."""
-    image = network.normalize(batch["image"])
-    return blend(image, network.normalize(batch["other_image"]), batch["mix"]) if "mix" in batch else image
+def inputs_of(network: Backbone, batch: Batch, *, noisy: bool = False) -> Tensor:
+    """Return the images of a batch (b, 3, h, w) in the network's input range, mixed if the batch has a mix.
+
+    With `noisy`, those with noise where the batch has them.
+    """
+    key = "noisy_image" if noisy and "noisy_image" in batch else "image"
+    image = network.normalize(batch[key])
+    return blend(image, network.normalize(batch[f"other_{key}"]), batch["mix"]) if "mix" in batch else image
 
 
 def divergence(teacher_logits: Tensor, student_logits: Tensor, loss: Loss, temperature: float = 1.0) -> Tensor:
@@ -128,7 +132,7 @@ class Distance:
     def __call__(self, trainable: nn.Module, batch: Batch) -> Tensor:
         """Return the mean loss of the batch's rows, a scalar."""
         teacher_outputs = self.teacher(batch)
-        student_outputs = trainable(inputs_of(self.student, batch))
+        student_outputs = trainable(inputs_of(self.student, batch, noisy=True))
         return self.compare({name: value.float() for name, value in teacher_outputs.items()}, student_outputs)
 
     def compare(self, teacher_outputs: NetworkOutputs, student_outputs: NetworkOutputs) -> Tensor:

@@ -142,3 +142,20 @@ def test_the_gradient_reaches_the_student_alone() -> None:
     distance(observed, batch).backward()  # type: ignore[no-untyped-call]
     assert all(parameter.grad is None for parameter in teacher.parameters())
     assert all(parameter.grad is not None for parameter in student.parameters())
+
+
+def test_the_student_alone_sees_noise() -> None:
+    teacher, student = network("none", 0), network("dpn", 1)
+    clean, noisy = torch.randint(0, 256, (2, 3, 3, 16, 16), dtype=torch.uint8)
+    observed = ObservedNetwork(student, Losses(tokens=0, representation=1.0, logits=0), [])
+    seen: list[Tensor] = []
+
+    def targets(batch: dict[str, Tensor]) -> NetworkOutputs:
+        seen.append(inputs_of(teacher, batch))
+        return {"representation": torch.eye(3, student.embed_dim)}
+
+    distance = Distance(targets, student, observed.losses, {}, "softmax")
+    loss = distance(observed, {"image": clean, "noisy_image": noisy})
+    assert torch.equal(seen[0], teacher.normalize(clean))
+    assert torch.equal(loss, distance(observed, {"image": noisy}))
+    assert not torch.equal(loss, distance(observed, {"image": clean}))
