@@ -12,7 +12,14 @@ from dpn_cli.config.urls import is_hub, is_shards, is_url
 from dpn_cli.data.decode import DEFAULT_READ_OPTIONS, SUFFIXES, ReadOptions
 from dpn_cli.data.image_errors import report_error
 from dpn_cli.data.remote import RemotePath, resolve_folder
-from dpn_cli.data.sources.base import MAX_CLASSES, ImageSubset, LabelledImages, number_classes
+from dpn_cli.data.sources.base import (
+    MAX_CLASSES,
+    SPLIT_NAMES,
+    ImageSubset,
+    LabelledImages,
+    find_split_name,
+    number_classes,
+)
 from dpn_cli.data.sources.cifar import CifarImages, find_cifar
 from dpn_cli.data.sources.folder import ClassFolders, FolderImages
 from dpn_cli.data.sources.hub import HubSplit, UnlabelledHubImages, find_hub_split, parse_hub_source
@@ -29,7 +36,7 @@ class ImageSource:
     """Location of images, by ``--data`` and related options.
 
     `location` is a folder (of classes, packed, or CIFAR's), ``hf:NAME[:CONFIGURATION]``, ``wds:PATTERN``, the URL of a
-    packed folder or of shards, or ``demo``; `val_place` is another one for the validation images. Without validation
+    packed folder or of shards, or ``demo``; `val_location` is another one for the validation images. Without validation
     images, `val_fraction` of the others is set apart.
     """
 
@@ -44,7 +51,7 @@ class ImageSource:
 def find_splits(source: ImageSource) -> list[str]:
     """Return which of ``train``, ``val`` and ``test`` a data set has itself, without substitutes."""
     own = [split for split in SPLITS if has_split(source, split)]
-    if is_hub(source.location) and "val" in own and find_hub_split(source.location, "val") == "test":
+    if "val" in own and not source.val_location and _is_test_split(source.location):
         own.remove("val")
     return own
 
@@ -63,10 +70,28 @@ def has_split(source: ImageSource, split: str) -> bool:
         return False
     root = resolve_folder(source.location)
     if isinstance(root, RemotePath) or is_pack(root):
-        return split in read_manifest(root)["splits"]
+        return find_split_name(split, read_manifest(root)["splits"]) is not None
     if find_cifar(root):
         return split == "val"
-    return (root / split).is_dir()
+    return _find_split_folder(root, split) is not None
+
+
+def _find_split_folder(root: Path, split: str) -> Path | None:
+    """Return the folder of a split in a folder, ``val`` also by the name ``validation``, ``valid`` or ``test``."""
+    name = find_split_name(split, [name for names in SPLIT_NAMES.values() for name in names if (root / name).is_dir()])
+    return root / name if name else None
+
+
+def _is_test_split(location: str) -> bool:
+    """Return whether the validation split of a data set is its test split."""
+    if is_hub(location):
+        return find_hub_split(location, "val") == "test"
+    if location in DEMO_SPLITS or is_shards(location):
+        return False
+    root = resolve_folder(location)
+    if isinstance(root, RemotePath) or is_pack(root):
+        return find_split_name("val", read_manifest(root)["splits"]) == "test"
+    return not find_cifar(root) and _find_split_folder(root, "val") == root / "test"
 
 
 def open_split(source: ImageSource, split: str, *, unlabelled: bool = False) -> tuple[LabelledImages, tuple[str, ...]]:
@@ -107,13 +132,12 @@ def _open(source: ImageSource, location: str, split: str) -> tuple[LabelledImage
     if isinstance(root, RemotePath) or is_pack(root):
         splits = read_manifest(root)["splits"]
         alone = source.val_location is not None and split == "val" and len(splits) == 1
-        packed_images = PackedImages(root, next(iter(splits)) if alone else split)
+        packed_images = PackedImages(root, next(iter(splits)) if alone else find_split_name(split, splits) or split)
         return packed_images, packed_images.classes
     if cifar := find_cifar(root):
         cifar_images = CifarImages(*cifar, split)
         return cifar_images, cifar_images.classes
-    inner = root / split
-    folders = ClassFolders(inner if inner.is_dir() else root)
+    folders = ClassFolders(_find_split_folder(root, split) or root)
     return folders, folders.classes
 
 
@@ -169,8 +193,7 @@ def open_unlabelled(source: ImageSource) -> LabelledImages:
                 f"--data {location}: no such folder; pass a folder of images, 'demo' for the built-in ones, "
                 "hf:OWNER/NAME or wds:PATTERN"
             )
-        inner = root / "train"
-        split = FolderImages(inner if inner.is_dir() else root)
+        split = FolderImages(_find_split_folder(root, "train") or root)
     if not len(split.labels):
         raise DataError(f"--data {location}: no image in it or below it ({', '.join(sorted(SUFFIXES))})")
     split.reading = source.reading

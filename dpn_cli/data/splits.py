@@ -39,7 +39,7 @@ def open_class_data(source: ImageSource, minival: float | None, *, chooses: bool
     Raises `DataError`, naming files, when the splits do not agree.
     """
     train, classes = open_split(source, "train")
-    validation = open_split(source, "val") if has_split(source, "val") else None
+    validation = open_split(source, "val") if has_validation(source) else None
     if validation is None:
         if not source.val_fraction:
             raise DataError(
@@ -54,6 +54,11 @@ def open_class_data(source: ImageSource, minival: float | None, *, chooses: bool
     order = hash_order(train)
     cut = len(order) - count
     return ClassData(ImageSubset(train, np.sort(order[:cut])), ImageSubset(train, np.sort(order[cut:])), val, classes)
+
+
+def has_validation(source: ImageSource) -> bool:
+    """Return whether a data set has validation images; a test split counts unless a fraction is to be held out."""
+    return "val" in find_splits(source) or (has_split(source, "val") and not source.val_fraction)
 
 
 def minival_size(images: int, share: float | None, chooses: bool = False) -> int:

@@ -15,11 +15,11 @@ from dpn_cli.config.paths import DEMOS
 from dpn_cli.data.image_source import ImageSource, check_classes, has_split, open_split
 from dpn_cli.data.remote import MissingError
 from dpn_cli.data.sources.base import Images, LabelledImages, fingerprint
-from dpn_cli.data.splits import ClassData, open_class_data
+from dpn_cli.data.splits import ClassData, has_validation, open_class_data
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.run.files import real_path
 
-Split = Literal["train", "val", "all"]
+Split = Literal["train", "val", "test", "all"]
 OWN = {
     "val": "the run's own validation images",
     "train": "the images that the run was trained on",
@@ -97,9 +97,14 @@ def open_part(
 
     `facts` are the training's facts in the classifier's file. The run's data are split as in the run, with `val` as the
     default. For other data, None or ``val`` is the validation split, or all images without one; ``all`` is training
-    and validation. Raises `DataError`.
+    and validation; ``test`` is the test split of any data. Raises `DataError`.
     """
     split_name: Split = split or "val"
+    if split_name == "test":
+        if not has_split(source, "test"):
+            raise DataError(f"--split test: {source.location} has no test split; name its folder with --data")
+        images, classes = open_split(source, "test")
+        return images, classes, None
     own_part = _open_own_splits(source, split_name, facts)
     if own_part is not None:
         part = (
@@ -129,7 +134,8 @@ def _has_same_location(source: ImageSource, facts: Mapping[str, Any]) -> bool:
 def _open_own_splits(source: ImageSource, split: Split, facts: Mapping[str, Any]) -> ClassData | None:
     """Split `source` as the run split its data; None where these are not the run's data, image for image."""
     data_config = _data_of_run(facts)
-    if not data_config or (split == "val" and has_split(source, "val") and not data_config.get("val_source")):
+    run_fraction = replace(source, val_fraction=data_config.get("val_fraction"))
+    if not data_config or (split == "val" and has_validation(run_fraction) and not data_config.get("val_source")):
         return None  # its own validation split needs no rule, and counting all training images takes time
     run_data = ImageSource(
         source.location,

@@ -16,7 +16,7 @@ from dpn_cli.data.leakage import Overlap, count_overlap
 from dpn_cli.data.pixels import Transform
 from dpn_cli.data.resize import resize
 from dpn_cli.data.sources.base import ImageSubset, LabelledImages, fingerprint
-from dpn_cli.data.splits import hash_order, hold_out
+from dpn_cli.data.splits import has_validation, hash_order, hold_out
 from dpn_cli.errors import DataError, NonFiniteError
 from dpn_cli.run import signals
 from dpn_cli.run.artifact_kinds import resolve
@@ -222,7 +222,7 @@ def open_splits(options: ProbeOptions, option: str = "--shots") -> Splits:
     """
     source = _source_of(options)
     train, names = open_split(source, "train")
-    if has_split(source, "val"):
+    if has_validation(source):
         test = open_split(source, "val")[0]
     elif source.val_fraction:
         train, test = hold_out(train, source.val_fraction)

@@ -45,7 +45,7 @@ class EvalOptions(EvaluationOptions):
     network: Annotated[str, argument("A run's folder, or a checkpoint with a head.")]
     source: Annotated[DataLocation | None, LABELLED.replace(unset="the run's")] = None
     split: Annotated[
-        Literal["train", "val", "all"] | None,
+        Literal["train", "val", "test", "all"] | None,
         flag(
             "--split",
             help="Part of the data.",

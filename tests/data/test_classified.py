@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from PIL import Image
 from timm.data import ImageNetInfo
 
-from dpn_cli.data.image_source import ImageSource, open_split
+from dpn_cli.data.image_source import ImageSource, find_splits, open_split
 from dpn_cli.data.imagenet import describe_imagenet
 from dpn_cli.data.sources.base import ImageSubset, fingerprint
 from dpn_cli.data.sources.folder import ClassFolders
@@ -214,3 +215,24 @@ def test_imagenets_folders_are_recognised_and_counted() -> None:
     assert "are official; numbers are not comparable" in str(say(1_000_000, official))
     assert "100 of 1000" in str(say(1_268_355, official[:100]))
     assert say(10, ("cat", "dog")) is None
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "validation"])
+def test_a_validation_split_has_any_of_its_names(name: str, tmp_path: Path) -> None:
+    for split in ("train", name, "test"):
+        write_class_folders(tmp_path / split, classes=2, each=3)
+    source = ImageSource(str(tmp_path))
+    assert find_splits(source) == ["train", "val", "test"]
+    images, _ = open_split(source, "val")
+    assert all(f"/{name}/" in images.locate(row) for row in range(len(images.labels)))
+
+
+def test_a_test_split_validates_unless_a_fraction_is_held_out(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        write_class_folders(tmp_path / split, classes=2, each=20)
+    source = ImageSource(str(tmp_path))
+    assert find_splits(source) == ["train", "test"]
+    assert "/test/" in open_class_data(source, 0.0).val.locate(0)
+    held_out = open_class_data(replace(source, val_fraction=0.5), 0.0).val
+    assert "/train/" in held_out.locate(0)
+    assert len(held_out.labels) == 20

@@ -6,7 +6,7 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +19,9 @@ from dpn_cli.data.remote import RemotePath
 from dpn_cli.errors import DataError
 
 Shard = Path | RemotePath
+# Names of a split in data sets, the first one that is there counts. Sets without a validation split are commonly scored
+# on their test split.
+SPLIT_NAMES = {"train": ("train",), "val": ("val", "validation", "valid", "test"), "test": ("test",)}
 # Most classes of a network; ImageNet-21k has 21,843. A larger class number is a mistake in the data.
 MAX_CLASSES = 2**15
 
@@ -174,6 +177,11 @@ def number_classes(split: LabelledImages, location: str) -> tuple[str, ...]:
             f"--data {location}: {image} has the class number {largest}; they go from 0 to {MAX_CLASSES - 1}"
         )
     return tuple(map(str, range(1 + largest)))
+
+
+def find_split_name(split: str, names: Collection[str]) -> str | None:
+    """Return the one of `names` that is a data set's ``train``, ``val`` or ``test`` split; None if there is none."""
+    return next((name for name in SPLIT_NAMES[split] if name in names), None)
 
 
 def is_remote(split: LabelledImages) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image
 
 from dpn_cli.data.decode import file_size, open_image
-from dpn_cli.data.sources.base import Images
+from dpn_cli.data.sources.base import Images, find_split_name
 from dpn_cli.errors import DataError, ImageError
 from dpn_cli.weights.hub import hub_is_offline
 
@@ -141,9 +141,5 @@ def parse_hub_source(location: str) -> tuple[str, str]:
 
 
 def find_hub_split(location: str, split: str) -> str | None:
-    """Return the name of a hub data set's ``train`` or ``val`` split, or None when it has none."""
-
-    splits = load_hub(*parse_hub_source(location), True)
-    # Sets without a validation split are commonly scored on their test split.
-    names = {"train": ("train",), "val": ("validation", "val", "valid", "test"), "test": ("test",)}
-    return next((name for name in names[split] if name in splits), None)
+    """Return the name of a hub data set's ``train``, ``val`` or ``test`` split, or None when it has none."""
+    return find_split_name(split, load_hub(*parse_hub_source(location), True))

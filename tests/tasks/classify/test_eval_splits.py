@@ -232,8 +232,11 @@ def test_images_of_a_run_that_are_gone_are_named(tmp_path: Path) -> None:
 
 def test_a_wrong_split_ends_with_one_line(finished: tuple[Path, Path]) -> None:
     result = run_dpn("eval", str(finished[0]), "--data", "demo", "--split", "test")
+    assert result.exit_code == 3
+    assert "--split test: demo has no test split; name its folder with --data" in result.stderr
+    result = run_dpn("eval", str(finished[0]), "--data", "demo", "--split", "valid")
     assert result.exit_code == 2
-    assert "--split: one of train, val, all (got 'test')" in result.stderr
+    assert "--split: one of train, val, test, all (got 'valid')" in result.stderr
 
 
 def test_more_images_than_are_read_give_an_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
