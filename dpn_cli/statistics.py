@@ -62,6 +62,20 @@ def summarize(values: Sequence[float], bounds: tuple[float, float] = (-math.inf,
     return Summary(tuple(values), mean, stderr, (max(low, mean - half_width), min(high, mean + half_width)))
 
 
+def wilson_interval(percent: float, images: int) -> tuple[float, float]:
+    """Return the two-sided 95 % interval of an accuracy in percent on so many images, by Wilson's score (1927)."""
+    share, z = percent / 100, 1.959963984540054
+    centre = (share + z**2 / (2 * images)) / (1 + z**2 / images)
+    half_width = z / (1 + z**2 / images) * math.sqrt(share * (1 - share) / images + z**2 / (4 * images**2))
+    return 100 * max(0.0, centre - half_width), 100 * min(1.0, centre + half_width)
+
+
+def format_accuracy(percent: float, images: int, kind: str = "images") -> str:
+    """Return an accuracy with the number of its images and its 95 % interval."""
+    low, high = wilson_interval(percent, images)
+    return f"{percent:.2f} % of {images} {kind} (95 % interval {low:.1f} to {high:.1f})"
+
+
 def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> Summary:
     """Summarize ours - theirs in percent, value by value (same seed, or same task)."""
     return summarize([a - b for a, b in zip(ours, theirs, strict=True)], PERCENT_DIFFERENCE)

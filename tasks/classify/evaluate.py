@@ -22,6 +22,7 @@ from dpn_cli.run import distributed, signals
 from dpn_cli.run.console import Console, OnProgress, printable
 from dpn_cli.run.distributed import World, join
 from dpn_cli.run.files import open_report, replace_json
+from dpn_cli.statistics import format_accuracy
 from tasks.classify.classifier import Classifier, compute_logits, load_classifier
 from tasks.classify.eval_splits import open_part, run_source
 from tasks.classify.options import EvalOptions
@@ -227,8 +228,8 @@ def describe_scores(result: dict[str, Any]) -> str:
     """Return the result as text."""
     skipped = f", {result['skipped']} unreadable ones left out" if result["skipped"] else ""
     lines = [
-        f"top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} %, loss {result['loss']:.4g} on "
-        f"{result['images']} images of {result['classes']} classes{skipped}"
+        f"top-1 {format_accuracy(result['top1'], result['images'])}, top-5 {result['top5']:.2f} %, "
+        f"loss {result['loss']:.4g}, {result['classes']} classes{skipped}"
         + (f" ({result['part']})" if result["part"] else "")
     ]
     if result["trained_on"] and (warning := Overlap(**result["trained_on"]).warning()):

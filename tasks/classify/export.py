@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from dpn_cli.errors import DpnError
-from dpn_cli.run.files import replace_file, replace_text
+from dpn_cli.run.artifact_kinds import resolve
+from dpn_cli.run.files import read_object, replace_file, replace_text
+from dpn_cli.statistics import format_accuracy
 from dpn_cli.weights.convert import PROOF_IMAGES, PROOF_SEED, TOLERANCE
 from tasks.classify.classifier import Classifier, imagenet_classes, load_classifier, readable, save_classifier
 
@@ -76,7 +78,7 @@ def export(location: str, folder: Path, kind: Kind) -> dict[str, Any]:
             )
 
     digest = replace_file(folder / FILES[kind], write_checked)
-    replace_text(folder / "README.md", model_card(classifier, kind, digest))
+    replace_text(folder / "README.md", model_card(classifier, kind, digest, _read_result(location)))
     return {
         "path": str(folder / FILES[kind]),
         "card": str(folder / "README.md"),
@@ -152,11 +154,13 @@ def _onnx(classifier: Classifier, deployed: nn.Module, pixels: Tensor) -> Pair:
     return write, read
 
 
-def model_card(classifier: Classifier, kind: Kind, digest: str) -> str:
-    """Return a model card in Markdown: the network, its use, its scores and its training."""
+def model_card(classifier: Classifier, kind: Kind, digest: str, result: Mapping[str, Any] | None = None) -> str:
+    """Return a model card in Markdown: the network, its use, its scores and its training.
+
+    `result` is that of the run, which has the score on the validation images.
+    """
     model, facts = classifier.model, classifier.facts
     vit_config, (height, width) = model.config, model.config.image_size
-    scored = facts.get("minival_top1")
     normalization = (
         "inside the file" if kind != "safetensors" else f"subtract {list(model.mean)}, divide by {list(model.std)}"
     )
@@ -180,7 +184,7 @@ def model_card(classifier: Classifier, kind: Kind, digest: str) -> str:
         *(
             _describe_distillation(facts["distilled"])
             if "distilled" in facts
-            else [f"- Top-1 on minival: {_percent(scored)}"]
+            else _describe_scores(facts, result or {})
         ),
         f"- Parameters: {model.report.parameters / 1e6:.2f} M; SHA-256 of the file `{digest}`",
         "",
@@ -206,10 +210,25 @@ def _describe_distillation(facts: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _read_result(location: str) -> dict[str, Any] | None:
+    """Return the result of the run whose weights are exported; None for weights without a run."""
+    return read_object(Path(resolve(location, "dpn export")).expanduser().parent / "result.json")
+
+
+def _describe_scores(facts: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
+    """Return the card's lines of the accuracies on the validation images and on those that chose the checkpoint."""
+    images = result.get("images")
+    if not isinstance(images, Mapping) or result.get("top1") is None:
+        minival = facts.get("minival_top1")
+        chosen = "not measured" if minival is None else f"{minival:.2f} %"
+        return [f"- Top-1 on the images that chose the checkpoint (minival): {chosen}; not a score of this network."]
+    lines = [f"- Top-1: {format_accuracy(result['top1'], images['val'], 'validation images')}."]
+    if result.get("minival_top1") is not None and images.get("minival"):
+        accuracy = format_accuracy(result["minival_top1"], images["minival"])
+        lines.append(f"- Top-1 on the images that chose the checkpoint (minival): {accuracy}.")
+    return lines
+
+
 def _share(facts: Mapping[str, Any]) -> str:
     value = facts["token_variance"]
     return "not comparable" if value is None else f"{value:.4f}"
-
-
-def _percent(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.2f} %"

@@ -26,6 +26,7 @@ from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.console import count_noun
 from dpn_cli.run.distributed import World
 from dpn_cli.run.run import Run, run_name
+from dpn_cli.statistics import format_accuracy
 from dpn_cli.weights.backbone import Backbone, backbone_of
 from dpn_cli.weights.resolve_stem import describe_start
 from tasks.classify.classifier import WEIGHTS, Classifier, compute_logits, load_classifier, save_classifier
@@ -323,8 +324,8 @@ def describe_training(result: dict[str, Any]) -> str:
     probe_lines = [f"{probe['data']}: {line.strip()}" for line in describe_accuracies(probe)] if probe else []
     return (
         f"{result['arch']} stem {result['stem']} at {height}x{width}, {result['classes']} classes\n"
-        f"validation: top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} %, loss {result['loss']:.4g} "
-        f"({images['val']} images{skipped})\n"
+        f"validation: top-1 {format_accuracy(result['top1'], images['val'])}, top-5 {result['top5']:.2f} %, "
+        f"loss {result['loss']:.4g}{skipped}\n"
         f"{selection}; {count_noun(result['steps'], 'step')} on {images['train']} images"
         + "".join(f"\n{line}" for line in probe_lines)
         + (f"\nthe curve is incomplete: {lost_records} records of metrics.jsonl were lost" if lost_records else "")

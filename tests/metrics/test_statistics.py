@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpn_cli.statistics import PERCENT, as_text, paired_difference, summarize
+from dpn_cli.statistics import PERCENT, as_text, format_accuracy, paired_difference, summarize, wilson_interval
 
 
 def test_summary_equals_scipy() -> None:
@@ -52,3 +52,15 @@ def test_an_interval_of_accuracies_stays_between_0_and_100() -> None:
     assert summarize([99.5, 100.0], PERCENT).ci95 == pytest.approx((96.573, 100.0), abs=1e-3)
     assert summarize([0.5, 0.0], PERCENT).ci95 == pytest.approx((0.0, 3.427), abs=1e-3)
     assert paired_difference([100.0, 0.0], [0.0, 50.0]).ci95 == (-100.0, 100.0)
+
+
+@pytest.mark.parametrize(("right", "images"), [(0, 7), (7, 7), (30, 50), (104, 341), (1, 100_000)])
+def test_the_interval_of_an_accuracy_is_wilsons(right: int, images: int) -> None:
+
+    expected = stats.binomtest(right, images).proportion_ci(method="wilson")
+    actual = wilson_interval(100 * right / images, images)
+    assert actual == pytest.approx((100 * expected.low, 100 * expected.high), abs=1e-9)
+
+
+def test_an_accuracy_is_printed_with_its_images_and_interval() -> None:
+    assert format_accuracy(60.0, 50, "test images") == "60.00 % of 50 test images (95 % interval 46.2 to 72.4)"

@@ -135,3 +135,16 @@ def test_a_network_that_fails_on_a_batch_is_not_written(
     assert reason in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_card_has_the_validation_score_of_the_run_and_the_images_that_chose_it(tmp_path: Path) -> None:
+    weights = classifier_file(tmp_path / "run/weights.safetensors", "dpn", "gap", CLASSES)
+    exporting.export(str(weights), tmp_path / "alone", "safetensors")
+    card = (tmp_path / "alone/README.md").read_text()
+    assert "(minival): 87.50 %; not a score of this network." in card
+    result = {"top1": 43.99, "minival_top1": 60.0, "images": {"train": 3000, "minival": 50, "val": 341}}
+    (tmp_path / "run/result.json").write_text(json.dumps(result))
+    exporting.export(str(weights), tmp_path / "of_run", "safetensors")
+    card = (tmp_path / "of_run/README.md").read_text()
+    assert "- Top-1: 43.99 % of 341 validation images (95 % interval 38.8 to 49.3)." in card
+    assert "chose the checkpoint (minival): 60.00 % of 50 images (95 % interval 46.2 to 72.4)." in card
