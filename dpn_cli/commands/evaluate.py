@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from dpn_cli.commands.report import write_final_page
 from dpn_cli.commands.train import sweep_error
 from dpn_cli.commands.trainers import classify_options, module_of
 from dpn_cli.config.launch import LaunchOptions
-from dpn_cli.run.console import Console, cell
+from dpn_cli.run.console import Console, cell, show
 
 DRAWS = "draws of the images"
+# Images whose classes are listed on a terminal; of more, the number of each class is.
+MOST_LISTED = 20
 
 
 class _ScoreByDefault(DefaultGroup):
@@ -88,12 +91,25 @@ def _predict(options: classify_options.PredictOptions, console: Console) -> Outc
 
 
 def _print_guesses(results: list[dict[str, Any]]) -> None:
+    """Print the classes of every image; on a terminal, the number of images of each class where there are many."""
+    if len(results) > MOST_LISTED and RichConsole().is_terminal:
+        _print_counts(results)
+        return
     table = Table(Column("image", overflow="fold"), "class", "probability", box=None, padding=(0, 2, 0, 0))
     for result in results:
         for rank, guess in enumerate(result["classes"]):
             image = "" if rank else cell(result["image"])
             table.add_row(image, cell(guess["name"]), f"{guess['probability']:.1%}")
     RichConsole(highlight=False, soft_wrap=True).print(table)
+
+
+def _print_counts(results: list[dict[str, Any]]) -> None:
+    counts = Counter(result["classes"][0]["name"] for result in results)
+    table = Table(Column("class", overflow="fold"), Column("images", justify="right"), box=None, padding=(0, 2, 0, 0))
+    for name, count in counts.most_common():
+        table.add_row(cell(name), f"{count:,}")
+    RichConsole(highlight=False, soft_wrap=True).print(table)
+    show(f"{len(results):,} images; --csv or --html writes the classes of each, and so does a pipe")
 
 
 def _export(options: classify_options.ExportOptions, console: Console) -> Outcome:

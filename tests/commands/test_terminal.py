@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,3 +180,23 @@ def test_a_name_in_no_encoding_is_printed_by_a_terminal_of_another(classifier: P
     )
     assert result.returncode == 0, result.stderr
     assert r"caf\xe9.png" in result.stdout
+
+
+def test_a_terminal_shows_the_number_of_images_of_each_class_where_there_are_many(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dpn_cli.commands import evaluate
+
+    results = [
+        {"image": f"{number}.jpg", "classes": [{"name": "cat" if number % 3 else RED, "probability": 0.5}]}
+        for number in range(evaluate.MOST_LISTED + 1)
+    ]
+    evaluate._print_guesses(results)
+    assert capsys.readouterr().out.count(".jpg") == len(results)  # a pipe
+    monkeypatch.setattr(evaluate, "RichConsole", partial(evaluate.RichConsole, force_terminal=True))
+    evaluate._print_guesses(results[:-1])
+    assert capsys.readouterr().out.count(".jpg") == len(results) - 1
+    evaluate._print_guesses(results)
+    text = capsys.readouterr().out
+    assert [line.split()[-1] for line in text.splitlines() if "cat" in line or r"\x1b" in line] == ["14", "7"]
+    assert "21 images; --csv or --html" in text
