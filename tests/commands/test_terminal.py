@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console as RichConsole
 from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
@@ -193,7 +194,7 @@ def test_a_terminal_shows_the_number_of_images_of_each_class_where_there_are_man
     ]
     evaluate._print_guesses(results)
     assert capsys.readouterr().out.count(".jpg") == len(results)  # a pipe
-    monkeypatch.setattr(evaluate, "RichConsole", partial(evaluate.RichConsole, force_terminal=True))
+    monkeypatch.setattr(evaluate, "RichConsole", partial(RichConsole, force_terminal=True))
     evaluate._print_guesses(results[:-1])
     assert capsys.readouterr().out.count(".jpg") == len(results) - 1
     evaluate._print_guesses(results)
