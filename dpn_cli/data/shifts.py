@@ -7,7 +7,9 @@ shorter side has 256 pixels, as ImageNet-C's, and shrink with smaller images.
 
 from __future__ import annotations
 
+import hashlib
 import io
+import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -273,8 +275,8 @@ class ShiftedImages(Images):
         pixels = reduce_to(self.split.pixels(index), self.side)
         if not self.severity:
             return pixels
-        name = int.from_bytes(self.key(index).encode()[-32:], "big") % 2**63
-        rng = np.random.Generator(np.random.PCG64(fold(self.seed, self._stream, name)))
+        digest = hashlib.blake2b(os.fsencode(self.key(index)), digest_size=7).digest()
+        rng = np.random.Generator(np.random.PCG64(fold(self.seed, self._stream, int.from_bytes(digest))))
         return shift_pixels(pixels, self.name, self.severity, rng)
 
 
