@@ -22,6 +22,9 @@ LEGEND = (
 )
 
 
+ONE_SEED = "Each network has one seed: such a difference shows nothing about the networks; --seeds 3 repeats them."
+
+
 def build_result(
     scores: Sequence[str],
     trials: Sequence[Trial],
@@ -80,6 +83,8 @@ def print_tables(result: Result, trials: str = "trainings") -> None:
     for line in result["failed"]:
         console.print(f"[red]failed:[/] {cell(line)}")
     console.print(LEGEND.format(trials=trials))
+    if result["compare"]["differences"] and len(result["seeds"]) == 1:
+        console.print(ONE_SEED)
 
 
 def _table(result: Result, key: str) -> Table:

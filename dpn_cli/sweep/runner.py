@@ -25,6 +25,7 @@ from dpn_cli.sweep.engines.local import LOGS
 from dpn_cli.sweep.grid import SweepConfig, Trial, format_network
 from dpn_cli.sweep.pairs import Result, build_result, print_tables
 from dpn_cli.sweep.scheduler import Work
+from dpn_cli.sweep.score_names import score_name, score_value
 from dpn_cli.weights.backbone import LoadReport, backbone_of
 from dpn_cli.weights.resolve_stem import resolve_stem
 
@@ -183,6 +184,7 @@ class SweepRunner:
             with catch_failure(trial.label, world, console) as errors:
                 launch = LaunchOptions(folder.path / trial.folder, resume=True)
                 result = results[trial.folder] = from_leader(self.trainer.run(trial.config, launch, console) or {})
+                self._log_scores(trial, result, console)
                 if result["data"] != next(iter(results.values()))["data"]:
                     raise DataError(f"{folder.path}: {DATA_CHANGED}")
             if errors:
@@ -192,6 +194,13 @@ class SweepRunner:
         if world.leads:
             save_result(folder, result)
         return result
+
+    def _log_scores(self, trial: Trial, result: Result, console: Console) -> None:
+        """Log the scores of a trial that has ended."""
+        values = {key: value for key in self.scores if (value := score_value(result, key)) is not None}
+        if values:
+            scores = ", ".join(f"{score_name(key)} {value:.2f} %" for key, value in values.items())
+            console.info(f"{trial.label}: {scores}")
 
 
 def check_trial_number(number: int | None, count: int) -> None:

@@ -21,7 +21,7 @@ from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DpnError, NonFiniteError, StoppedError
 from dpn_cli.run import distributed, signals
 from dpn_cli.sweep.grid import SweepConfig, Trial, settings_of
-from dpn_cli.sweep.pairs import build_result
+from dpn_cli.sweep.pairs import build_result, print_tables
 from dpn_cli.weights.backbone import export_backbone, load_backbone
 from dpn_cli.weights.locate import open_checkpoint
 from support.cli import run_dpn
@@ -366,3 +366,21 @@ def test_a_training_inside_a_comparison_uses_the_ranks_that_have_joined(
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
+
+
+def test_a_comparison_logs_every_score_and_says_what_one_seed_shows(
+    commands: dict[str, list[str]], tmp_path: Path
+) -> None:
+    spoken = [word for word in commands["highres"] if word not in ("-q", "--json")]
+    completed = run_dpn(*spoken, "--compare", "none,dpn", "--no-report", "-o", str(tmp_path / "one"))
+    assert completed.exit_code == 0, completed.output
+    scores = re.findall(r"^stem (none|dpn), seed 0: top-1 ([\d.]+) %$", completed.stderr, re.MULTILINE)
+    result = json.loads((tmp_path / "one/result.json").read_text())["compare"]["networks"]
+    assert scores == [(name, f"{result[name]['top1']['mean']:.2f}") for name in ("none", "dpn")]
+    assert "Each network has one seed" in " ".join(completed.stdout.split())
+
+
+def test_two_seeds_are_no_single_one(capsys: pytest.CaptureFixture[str]) -> None:
+    config = small("compare=[none, dpn]", "seeds=[0, 1]")
+    print_tables(results_of(config, {"none": [50.0, 60.0], "dpn": [51.0, 63.0]}))
+    assert "one seed" not in capsys.readouterr().out
