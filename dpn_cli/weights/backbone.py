@@ -22,6 +22,8 @@ from dpn_cli.weights.locate import open_checkpoint
 from dpn_cli.weights.safetensors_io import write_weights
 
 HEAD = ("head.weight", "head.bias")
+# Source of a network without a weight file.
+SCRATCH = "from scratch"
 Rgb = tuple[float, float, float]
 
 
@@ -43,7 +45,8 @@ class LoadReport:
 
     def summary(self) -> str:
         """Return the report in one line, with the first names of each list."""
-        parts = [f"{self.network}: {self.source} ({self.format}, {self.parameters / 1e6:.2f} M parameters)"]
+        origin = self.format if self.source == SCRATCH else f"format {self.format}"
+        parts = [f"{self.network}: {self.source} ({origin}, {self.parameters / 1e6:.2f} M parameters)"]
         parts += [f"{len(self.renamed)} arrays renamed"] if self.renamed else []
         lists = {"resized": self.resized, "dropped": self.dropped, "new": self.new, "assumed": self.assumed}
         parts += [f"{label} {shorten(names)}" for label, names in lists.items() if names]
@@ -134,7 +137,7 @@ def load_backbone(
     if checkpoint is None or checkpoint == "none":
         config = replace(config_from_scratch(arch, stem, norm, placement, options, image_size, pool), **dropped)
         config = replace(config, pre_logits=bool(pre_logits), posemb=posemb or "learn", num_classes=num_classes)
-        report = LoadReport("from scratch", f"big_vision init, seed {seed}")
+        report = LoadReport(SCRATCH, f"big_vision init, seed {seed}")
         model = Backbone(config, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), report)
         model.initialize(seed)
     else:
