@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -269,6 +270,7 @@ def test_jpeg_files_stay_as_they_are_and_are_no_copies(
 KILLED = """
 import os, sys
 from pathlib import Path
+from types import SimpleNamespace
 import test_prepare_vtab as tests
 vars(tests.sources).update(TRAIN=40, VAL=10)
 source, seen = tests.small("smallnorb"), []
@@ -419,3 +421,18 @@ def test_the_newest_fitting_version_that_is_prepared_is_read(tmp_path: Path) -> 
     for name in retinopathy.needs:
         (manual / name).mkdir(parents=True)
     assert builders.missing_by_hand(retinopathy, tmp_path, manual) == ""
+
+
+@pytest.mark.parametrize(("spare", "fits"), [(0, True), (-1, False)])
+def test_the_space_is_that_of_the_images_and_half_a_block_each(
+    spare: int, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builder: Any = SimpleNamespace(splits={"train": Split(1000, 500_000), "test": Split(50, 0)})
+    parts = {"train800": TfdsPart("train", 0, 800), "test": TfdsPart("test", 0, 50)}
+    needed = 800 * (500 + 2048) + 50 * 2048
+    monkeypatch.setattr(write.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed + spare))  # type: ignore[attr-defined]
+    if fits:
+        write._check_space(parts, builder, TASKS[:1], tmp_path / "new" / "folder")
+        return
+    with pytest.raises(SaveError, match=f"{TASKS[0].name} will take about 0.0 GB, and 0.0 GB are free"):
+        write._check_space(parts, builder, TASKS[:1], tmp_path / "new" / "folder")
