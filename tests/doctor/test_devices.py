@@ -52,7 +52,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Loss and norm of the steps that were taken; the second ends the program."""
     taken: list[Tensor] = []
 
-    def update(self: Any, pending: Tensor, *_: Any, current: bool) -> list[float]:
+    def update(self: Any, pending: Tensor, *_: Any, now: bool) -> list[float]:
         taken.append(pending)
         if len(taken) == 2:
             raise EnoughError
