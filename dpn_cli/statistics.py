@@ -64,10 +64,10 @@ def summarize(values: Sequence[float], bounds: tuple[float, float] = (-math.inf,
 
 def wilson_interval(percent: float, images: int) -> tuple[float, float]:
     """Return the two-sided 95 % interval of an accuracy in percent on so many images, by Wilson's score (1927)."""
-    share, z = percent / 100, 1.959963984540054
-    centre = (share + z**2 / (2 * images)) / (1 + z**2 / images)
-    half_width = z / (1 + z**2 / images) * math.sqrt(share * (1 - share) / images + z**2 / (4 * images**2))
-    return 100 * max(0.0, centre - half_width), 100 * min(1.0, centre + half_width)
+    from scipy.stats import binomtest  # which takes longer to load than all that help needs
+
+    interval = binomtest(round(percent / 100 * images), images).proportion_ci(method="wilson")
+    return 100 * float(interval.low), 100 * float(interval.high)
 
 
 def format_accuracy(percent: float, images: int, kind: str = "images") -> str:

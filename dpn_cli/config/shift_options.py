@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 
 from dpn_cli.arch import did_you_mean
 from dpn_cli.config.option import DATA, flag
@@ -75,8 +75,9 @@ class ShiftOptions(Section):
     ] = None
     seed: Annotated[Seed, flag("--shift-seed", help="Seed of the shifts' random numbers.", panel=DATA)] = 0
 
-    @model_validator(mode="after")
-    def _baseline_has_shifts(self) -> Self:
-        if self.baseline and not self.names:
-            raise ValueError("--baseline: compares runs under shifts; pass --shifts, e.g. --shifts light")
-        return self
+    @field_validator("baseline")
+    @classmethod
+    def _has_shifts(cls, baseline: str | None, info: ValidationInfo) -> str | None:
+        if baseline and not info.data.get("names"):
+            raise ValueError("compares runs under shifts; pass --shifts, e.g. --shifts light")
+        return baseline

@@ -51,47 +51,37 @@ class ImageSource:
 def find_splits(source: ImageSource) -> list[str]:
     """Return which of ``train``, ``val`` and ``test`` a data set has itself, without substitutes."""
     own = [split for split in SPLITS if has_split(source, split)]
-    if "val" in own and not source.val_location and _is_test_split(source.location):
+    if "val" in own and not source.val_location and _find_name(source.location, "val") == "test":
         own.remove("val")
     return own
 
 
 def has_split(source: ImageSource, split: str) -> bool:
-    """Return whether a data set has images of its own for ``train``, ``val`` or ``test``."""
-    if split == "val" and source.val_location:
+    """Return whether a data set has images for ``train``, ``val`` or ``test``; a test split serves as ``val``."""
+    if split == "train" or (split == "val" and source.val_location):
         return True
-    if source.location in DEMO_SPLITS:
-        return split in DEMO_SPLITS[source.location][1]
-    if split == "train":
-        return True
-    if is_hub(source.location):
-        return find_hub_split(source.location, split) is not None
-    if is_shards(source.location):
-        return False
-    root = resolve_folder(source.location)
-    if isinstance(root, RemotePath) or is_pack(root):
-        return find_split_name(split, read_manifest(root)["splits"]) is not None
-    if find_cifar(root):
-        return split == "val"
-    return _find_split_folder(root, split) is not None
+    return _find_name(source.location, split) is not None
 
 
-def _find_split_folder(root: Path, split: str) -> Path | None:
-    """Return the folder of a split in a folder, ``val`` also by the name ``validation``, ``valid`` or ``test``."""
-    name = find_split_name(split, [name for names in SPLIT_NAMES.values() for name in names if (root / name).is_dir()])
-    return root / name if name else None
-
-
-def _is_test_split(location: str) -> bool:
-    """Return whether the validation split of a data set is its test split."""
+def _find_name(location: str, split: str) -> str | None:
+    """Return the name of ``val`` or ``test`` in a data set, or None when it has none."""
+    if location in DEMO_SPLITS:
+        return find_split_name(split, DEMO_SPLITS[location][1])
     if is_hub(location):
-        return find_hub_split(location, "val") == "test"
-    if location in DEMO_SPLITS or is_shards(location):
-        return False
+        return find_hub_split(location, split)
+    if is_shards(location):
+        return None
     root = resolve_folder(location)
     if isinstance(root, RemotePath) or is_pack(root):
-        return find_split_name("val", read_manifest(root)["splits"]) == "test"
-    return not find_cifar(root) and _find_split_folder(root, "val") == root / "test"
+        return find_split_name(split, read_manifest(root)["splits"])
+    if find_cifar(root):
+        return "val" if split == "val" else None
+    return _find_folder(root, split)
+
+
+def _find_folder(root: Path, split: str) -> str | None:
+    """Return the name of a split's folder in `root`, or None when there is none."""
+    return find_split_name(split, [name for name in SPLIT_NAMES[split] if (root / name).is_dir()])
 
 
 def open_split(source: ImageSource, split: str, *, unlabelled: bool = False) -> tuple[LabelledImages, tuple[str, ...]]:
@@ -137,7 +127,7 @@ def _open(source: ImageSource, location: str, split: str) -> tuple[LabelledImage
     if cifar := find_cifar(root):
         cifar_images = CifarImages(*cifar, split)
         return cifar_images, cifar_images.classes
-    folders = ClassFolders(_find_split_folder(root, split) or root)
+    folders = ClassFolders(root / (_find_folder(root, split) or ""))
     return folders, folders.classes
 
 
@@ -193,7 +183,7 @@ def open_unlabelled(source: ImageSource) -> LabelledImages:
                 f"--data {location}: no such folder; pass a folder of images, 'demo' for the built-in ones, "
                 "hf:OWNER/NAME or wds:PATTERN"
             )
-        split = FolderImages(_find_split_folder(root, "train") or root)
+        split = FolderImages(root / (_find_folder(root, "train") or ""))
     if not len(split.labels):
         raise DataError(f"--data {location}: no image in it or below it ({', '.join(sorted(SUFFIXES))})")
     split.reading = source.reading

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpn_cli.errors import DpnError
-from dpn_cli.run.artifact_kinds import resolve
+from dpn_cli.run.artifact_kinds import digest_in_run, resolve
 from dpn_cli.run.files import read_object, replace_file, replace_text
 from dpn_cli.statistics import format_accuracy
 from dpn_cli.weights.convert import PROOF_IMAGES, PROOF_SEED, TOLERANCE
@@ -212,7 +212,8 @@ def _describe_distillation(facts: Mapping[str, Any]) -> list[str]:
 
 def _read_result(location: str) -> dict[str, Any] | None:
     """Return the result of the run whose weights are exported; None for weights without a run."""
-    return read_object(Path(resolve(location, "dpn export")).expanduser().parent / "result.json")
+    weights = Path(resolve(location, "dpn export")).expanduser()
+    return read_object(weights.parent / "result.json") if digest_in_run(weights) else None
 
 
 def _describe_scores(facts: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:

@@ -23,6 +23,7 @@ from dpn_cli.report.content import (
 )
 from dpn_cli.report.reading import Json, RunRecord
 from dpn_cli.run.baseline_warnings import result_warning
+from dpn_cli.statistics import wilson_interval
 from tasks.classify.calibration import (
     ClassCalibration,
     ClassScores,
@@ -65,6 +66,7 @@ def findings(run: RunRecord, prefix: str) -> Findings:
 def _scores(result: Json, images: int) -> list[Part]:
     rows: list[list[Cell]] = [
         ["top-1 in %", result["top1"]],
+        ["95 % interval of top-1", " … ".join(f"{end:.1f}" for end in wilson_interval(result["top1"], images))],
         ["top-5 in %", result["top5"]],
         ["loss", f"{result['loss']:.4g}"],
         ["images scored", images],

@@ -56,10 +56,13 @@ def test_an_interval_of_accuracies_stays_between_0_and_100() -> None:
 
 @pytest.mark.parametrize(("right", "images"), [(0, 7), (7, 7), (30, 50), (104, 341), (1, 100_000)])
 def test_the_interval_of_an_accuracy_is_wilsons(right: int, images: int) -> None:
-
-    expected = stats.binomtest(right, images).proportion_ci(method="wilson")
-    actual = wilson_interval(100 * right / images, images)
-    assert actual == pytest.approx((100 * expected.low, 100 * expected.high), abs=1e-9)
+    """Its ends are the shares from which the observed one is 1.96 of their own standard deviations away."""
+    z = stats.norm.ppf(0.975)
+    low, high = (end / 100 for end in wilson_interval(100 * right / images, images))
+    for end in (low, high):
+        assert (right / images - end) ** 2 == pytest.approx(z**2 * end * (1 - end) / images, abs=1e-12)
+    assert low <= right / images <= high
+    assert low < high
 
 
 def test_an_accuracy_is_printed_with_its_images_and_interval() -> None:

@@ -15,6 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from dpn_cli.arch import Pool, Stem
+from dpn_cli.run.artifact_kinds import DIGEST
+from dpn_cli.run.files import file_digest
 from dpn_cli.weights.backbone import load_backbone
 from support.backbones import perturb
 from support.cli import run_dpn
@@ -144,6 +146,9 @@ def test_a_card_has_the_validation_score_of_the_run_and_the_images_that_chose_it
     assert "(minival): 87.50 %; not a score of this network." in card
     result = {"top1": 43.99, "minival_top1": 60.0, "images": {"train": 3000, "minival": 50, "val": 341}}
     (tmp_path / "run/result.json").write_text(json.dumps(result))
+    export_twice = exporting.export(str(weights), tmp_path / "alone", "safetensors")["card"]
+    assert "43.99" not in Path(export_twice).read_text()  # nothing says that these weights are the run's
+    (tmp_path / "run/run.json").write_text(json.dumps({DIGEST: file_digest(weights)}))
     exporting.export(str(weights), tmp_path / "of_run", "safetensors")
     card = (tmp_path / "of_run/README.md").read_text()
     assert "- Top-1: 43.99 % of 341 validation images (95 % interval 38.8 to 49.3)." in card
