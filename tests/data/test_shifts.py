@@ -167,3 +167,11 @@ def test_unknown_shifts_and_a_baseline_without_shifts_are_refused() -> None:
         ShiftOptions.model_validate({"names": "gian"})
     with pytest.raises(ValueError, match="compares runs under shifts; pass --shifts"):
         ShiftOptions.model_validate({"baseline": "run"})
+
+
+@pytest.mark.parametrize("name", ["defocus_blur", "motion_blur", "glass_blur", "snow"])
+def test_lengths_are_in_proportion_to_the_shorter_side(name: str) -> None:
+    image = generator().integers(0, 256, (128, 160, 3)).astype(np.uint8)
+    half, full = (shift_pixels(image, name, 5, generator(), scale) for scale in (0.5, 1.0))
+    assert_array_equal(shift_pixels(image, name, 5, generator()), half)
+    assert (half != full).any()

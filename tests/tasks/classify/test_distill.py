@@ -464,3 +464,13 @@ def test_two_ranks_distil_like_one(tmp_path: Path) -> None:
         actual = load_file(tmp_path / run / "weights.safetensors")
         for name, value in expected.items():
             torch.testing.assert_close(actual[name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_noise_reaches_the_student(photos: Path, teacher: Path, tmp_path: Path) -> None:
+    weights = []
+    for noise in (0.0, 60.0):
+        folder = tmp_path / f"{noise:g}"
+        train_distill(distill_config(photos, teacher, data={"noise": noise}), folder)
+        weights.append(load_file(folder / "weights.safetensors"))
+    assert weights[0].keys() == weights[1].keys()
+    assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

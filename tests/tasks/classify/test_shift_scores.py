@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from dpn_cli.weights.backbone import load_backbone
 from support.backbones import perturb
 from support.cli import run_dpn
 from support.images import write_class_folders
-from tasks.classify.classifier import Classifier, save_classifier
+from tasks.classify.classifier import Classifier, load_classifier, save_classifier
 from tasks.classify.shift_scores import relative_errors
 
 
@@ -90,3 +91,17 @@ def test_a_dpn_stem_does_not_see_gain_and_contrast() -> None:
     image = torch.rand(1, 3, 32, 32, dtype=torch.float64)
     model = model.double().eval()
     torch.testing.assert_close(model(2 * image - 1), model(0.25 * (2 * image - 1) + 0.1), rtol=1e-3, atol=1e-3)
+
+
+def test_a_baseline_with_its_classes_in_another_order_is_the_same_network(
+    evaluated: tuple[Path, Path, list[str]], tmp_path: Path
+) -> None:
+    own = load_classifier(str(evaluated[0] / "dpn.safetensors"))
+    with torch.no_grad():
+        for parameter in own.model.get_submodule("head").parameters():
+            parameter.copy_(parameter.flip(0))
+    swapped = tmp_path / "swapped.safetensors"
+    save_classifier(replace(own, classes=own.classes[::-1]), swapped)
+    command = [str(swapped) if "none.safetensors" in word else word for word in evaluated[2][:-2]]
+    scores, baseline = json.loads(run_dpn(*command, "--json").stdout)["shifts"]["networks"].values()
+    assert scores == baseline
