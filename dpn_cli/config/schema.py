@@ -106,6 +106,12 @@ FLIP = flag(
     panel=DATA,
 )
 Flip = Annotated[bool, FLIP]
+JITTER = flag(
+    "--jitter",
+    help="How far brightness, contrast and saturation of training images change: 0.4 is by 40 %.",
+    panel=DATA,
+)
+Jitter = Annotated[float, Field(ge=0, lt=1), JITTER]
 NOISE = flag("--noise", help="Largest deviation of noise in training images, in grey levels of 255.", panel=TRAIN)
 Noise = Annotated[float, Field(ge=0, le=255), NOISE]
 MaxPixels = Annotated[

@@ -21,6 +21,7 @@ from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.engine.nan_guard import FiniteCheck
 from dpn_cli.engine.optim import build_optimizer, lr_factor, set_lr
 from dpn_cli.engine.state import Ema, empty_state, restore, state_of
+from dpn_cli.engine.step_rate import StepRate
 from dpn_cli.engine.trainer_args import Batch as Batch
 from dpn_cli.engine.trainer_args import Batches as Batches
 from dpn_cli.engine.trainer_args import FitResult as FitResult
@@ -87,7 +88,7 @@ def fit(model: nn.Module, job: TrainJob) -> FitResult:
                 result.steps, result.seconds = step + 1, training.seconds()
                 if last or step + 1 - start == MEASURED_STEPS:
                     measure(job.world.device)
-                tick = training.tick(result, lr, step + 1 - start, logged=logged)
+                tick = training.tick(result, lr, logged=logged)
                 if logged:
                     training.log(tick, norms)
                 if job.evaluate and (last or (job.evaluate_every and (step + 1) % job.evaluate_every == 0)):
@@ -144,6 +145,7 @@ class _Training:
         self.network = self.sharded_model.network if self.sharded_model else unwrap(model)
         self.best = -math.inf
         self.start_time = 0.0
+        self.rate = StepRate()
         rows = job.world.most(job.batch_size)
         self.micro_batch = job.micro_batch or MicroBatch.choose(job.runtime, rows, self.network, job.world.device)
         self.result = FitResult(0, math.nan, 0.0, 0.0, self.micro_batch.size)
@@ -189,6 +191,8 @@ class _Training:
         self.result.earlier = state.get("seconds", 0.0), state.get("wait_seconds", 0.0)
         if saved:
             restore(self.network, self.optimizer, self.ema, *saved)
+            self.gradients.loss_sum += state.get("loss_sum", 0.0)
+            self.gradients.loss_steps = int(state.get("loss_steps", 0))
             if self.gradients.layer_grad_norms and NORMS in saved[0]:
                 self.gradients.layer_grad_norms.restore(saved[0][NORMS], int(state["norm_steps"]))
             outputs.info(f"continues after step {step} of {self.job.schedule.steps}, the last one saved")
@@ -205,6 +209,7 @@ class _Training:
         result.steps, result.micro_batch = step, self.micro_batch.size
         result.seconds, result.wait_seconds = result.earlier
         self.start_time = time.perf_counter() - result.seconds
+        self.rate.restart(result.seconds, step)
         return result
 
     def seconds(self) -> float:
@@ -227,6 +232,8 @@ class _Training:
 
     def save(self, name: str, step: int, *, pending_eval: bool = False) -> None:
         """Save the state after `step` steps; with `pending_eval` it still has to be evaluated."""
+        if self.job.outputs.checkpoints:
+            self.gradients.share_loss_sum()
         self._write(name, step, pending_eval=pending_eval)
         distributed.barrier()
 
@@ -248,6 +255,7 @@ class _Training:
             state = {"step": step, "best": best, "groups": groups, "due": pending_eval, "records": records}
             state["micro_batch"] = self.micro_batch.size if self.micro_batch.shrunk else None
             state |= {"seconds": self.seconds(), "wait_seconds": self.result.wait_seconds}
+            state |= {"loss_sum": self.gradients.loss_sum.item(), "loss_steps": self.gradients.loss_steps}
             if layers := self.gradients.layer_grad_norms:
                 tensors[NORMS], state["norm_steps"] = layers.sums, layers.steps
             if sharded:
@@ -296,6 +304,7 @@ class _Training:
         with eval_context, torch.inference_mode(), precision_of(job.runtime, job.world.device):
             metrics = evaluate()
         self.model.train()
+        self.rate.restart(self.seconds(), step)
         if job.outputs.log and job.world.leads:
             job.outputs.log.write({"step": step, **metrics})
         if job.keep_best and job.evaluate_every and metrics[job.monitor] > self.best:
@@ -303,18 +312,18 @@ class _Training:
             self.save("best", step)
         return metrics
 
-    def tick(self, result: FitResult, lr: float, session_steps: int, *, logged: bool) -> ProgressTick:
-        """Show the state after a step, `session_steps` into this session. It does not communicate."""
+    def tick(self, result: FitResult, lr: float, *, logged: bool) -> ProgressTick:
+        """Show the state after a step. It does not communicate."""
         steps, (earlier_seconds, earlier_wait_seconds) = self.job.schedule.steps, result.earlier
-        seconds = result.seconds - earlier_seconds
+        step_seconds = self.rate.seconds_per_step(result.seconds, result.steps)
         tick = ProgressTick(
             step=result.steps,
             steps=steps,
             loss=result.loss,
             lr=lr,
-            images_per_second=session_steps * self.job.batch_size / seconds,
-            wait_share=(result.wait_seconds - earlier_wait_seconds) / seconds,
-            seconds_left=(steps - result.steps) * seconds / session_steps,
+            images_per_second=self.job.batch_size / step_seconds,
+            wait_share=(result.wait_seconds - earlier_wait_seconds) / (result.seconds - earlier_seconds),
+            seconds_left=(steps - result.steps) * step_seconds,
             logged=logged,
         )
         self.job.outputs.tick(tick)
@@ -323,6 +332,7 @@ class _Training:
     def log(self, tick: ProgressTick, norms: list[float]) -> None:
         """Log the state after a step, with the gradient's norm, then those of layers."""
         log, layers = self.job.outputs.log, self.gradients.layer_grad_norms
+        by_layer = {"layer_norms": layers.by_layer(norms[1:]), "layer_norms_steps": layers.mean_steps} if layers else {}
         if log and self.job.world.leads:
             log.write(
                 {
@@ -333,10 +343,6 @@ class _Training:
                     "images_per_second": round(tick.images_per_second, 2),
                     "wait_share": round(tick.wait_share, 5),
                     **self.job.gauges(),
-                    **(
-                        {"layer_norms": layers.by_layer(norms[1:]), "layer_norms_steps": layers.mean_steps}
-                        if layers
-                        else {}
-                    ),
+                    **by_layer,
                 }
             )

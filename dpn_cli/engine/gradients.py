@@ -31,14 +31,16 @@ class Gradients:
         self.model, self.network, self.job, self.micro_batch = model, network, job, micro_batch
         self.parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
         self.layer_grad_norms = LayerGradNorms(network) if job.layer_norms else None
+        # The losses over this rank's rows since the last logged step, and their number.
+        self.loss_sum, self.loss_steps = torch.zeros((), device=job.world.device), 0
         network.zero_grad(set_to_none=True)  # an earlier training that failed may have left gradients
 
     def compute(self, batch: Batch, step: int, *, logged: bool = False) -> Tensor:
         """Compute and clip the gradients of a batch; returns (loss over this rank's rows, global norm), pending.
 
-        For a `logged` step, the loss is that of the global batch, and the mean norms of each layer before clipping
-        follow if the job asks for them. The ranks do not communicate after this until the next step: a rank lost here
-        leaves the weights of the others unchanged.
+        For a `logged` step, the loss is the mean over the global batches since the last one, and the mean norms of each
+        layer before clipping follow if the job asks for them. The ranks do not communicate after this until the next
+        step: a rank lost here leaves the weights of the others unchanged.
         """
         loss_fn = self.job.loss_fn
         set_progress(self.network, step / self.job.schedule.steps)
@@ -53,14 +55,24 @@ class Gradients:
                 if not is_out_of_memory(error):
                     raise
             else:
+                self.loss_sum += loss
+                self.loss_steps += 1
                 if logged:
-                    fraction = len(self.job.world.rows(self.job.batch_size)) / self.job.batch_size
-                    loss = distributed.reduce_over_ranks(loss * fraction)
+                    loss = self._global_loss_sum() / self.loss_steps
+                    self.loss_sum, self.loss_steps = torch.zeros_like(loss), 0
                 norms = self.layer_grad_norms.add() if self.layer_grad_norms else None
                 norm = clip_gradients(self.parameters, self.job.optim.clip_norm, norms)
                 layers = self.layer_grad_norms.pop_means() if self.layer_grad_norms and logged else loss.new_empty(0)
                 return torch.cat([torch.stack([loss, norm]), layers])
             self._shrink(step, count_rows(batch))  # outside the handler, which holds the tensors of the failed pass
+
+    def share_loss_sum(self) -> None:
+        """Replace each rank's sum of losses by the global one, which a checkpoint of any rank may hold."""
+        self.loss_sum = self._global_loss_sum()
+
+    def _global_loss_sum(self) -> Tensor:
+        rows = len(self.job.world.rows(self.job.batch_size))
+        return distributed.reduce_over_ranks(self.loss_sum * (rows / self.job.batch_size))
 
     def _accumulate(self, loss_fn: LossFn, batch: Batch, step: int, *, sync: bool = True) -> Tensor:
         """Add up the gradients of a batch in micro-batches, and over ranks if `sync`; returns the batch's loss."""

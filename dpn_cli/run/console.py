@@ -129,7 +129,7 @@ def _points(width: int) -> int:
 class ProgressTick:
     """A training's progress after a step: the loss over this rank's rows, and the estimated seconds left.
 
-    `logged` steps are those of the log, and of the curve on a terminal.
+    `logged` steps are those of the log, and of the curve on a terminal; their loss is the mean since the last of them.
     """
 
     step: int

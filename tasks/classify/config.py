@@ -21,6 +21,7 @@ from dpn_cli.config.schema import (
     DataLocation,
     Flip,
     ImageColumn,
+    Jitter,
     LabelColumn,
     MaxPixels,
     Noise,
@@ -76,6 +77,7 @@ class SupervisedData(SampledData):
     skip_bad_images: SkipBadImages = False
     crop: Crop = "inception"
     flip: Flip = True
+    jitter: Jitter = 0.0
     noise: Noise = 0.0
 
 
@@ -146,6 +148,11 @@ class SupervisedConfig(SweepConfig):
             raise ValueError(
                 f"auto_augment ({self.auto_augment}) and randaugment.layers ({self.randaugment.layers}): one policy is "
                 "applied; leave one of them at null or 0"
+            )
+        if self.data.jitter and (policy := self.auto_augment or (self.randaugment.layers and "randaugment")):
+            raise ValueError(
+                f"data.jitter ({self.data.jitter:g}) and {policy}: a policy changes colours itself; leave data.jitter "
+                "at 0 or the policy out (--augment none)"
             )
         if self.data.noise and self.erase:
             raise ValueError(

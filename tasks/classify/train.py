@@ -152,6 +152,7 @@ def augmentation_of(config: SupervisedConfig, model: Backbone) -> Augmentation:
         config.randaugment.magnitude,
         crop=data.crop,
         flip=data.flip,
+        jitter=data.jitter,
         noise=data.noise,
         policy=config.auto_augment,
         erase=config.erase,

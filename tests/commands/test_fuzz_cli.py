@@ -291,6 +291,7 @@ def told(arguments: list[str], world: dict[str, str], here: Path) -> Result:
     return result
 
 
+@pytest.mark.slow
 def test_every_command_has_a_good_line(world: dict[str, str], here: Path) -> None:
     """The lines that hostile values are put into are not mistakes themselves."""
     assert set(GOOD) == set(COMMANDS)
@@ -340,6 +341,7 @@ def lines(draw: st.DrawFn) -> list[str]:
     return [word for word in line if word not in ("-v", "--verbose")]
 
 
+@pytest.mark.slow
 @FUZZ
 @given(line=lines())
 def test_random_command_lines(line: list[str], world: dict[str, str], here: Path) -> None:

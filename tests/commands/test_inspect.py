@@ -66,6 +66,7 @@ def test_planted_scales_are_found_at_their_positions(
     assert "Attention distance" not in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_two_networks_stand_side_by_side(folder: Path, tmp_path: Path) -> None:
     places = [str(folder / f"{name}.safetensors") for name in ("dpn", "none")]
     completed = run_dpn("inspect", *places, "--data", "demo", "--images", "3", "-o", str(tmp_path), "--json")

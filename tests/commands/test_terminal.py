@@ -171,6 +171,7 @@ def test_settings_and_options_in_errors() -> None:
         assert len(text.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_name_in_no_encoding_is_printed_by_a_terminal_of_another(classifier: Path, tmp_path: Path) -> None:
     odd = tmp_path / os.fsdecode(b"caf\xe9.png")
     Image.fromarray(np.zeros((20, 20, 3), dtype=np.uint8)).save(tmp_path / "plain.png")

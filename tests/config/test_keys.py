@@ -166,6 +166,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "data.max_pixels": (1999, {}),  # JPEGs of 2000 are read at half their size
     "data.crop": ("whole", {}),
     "data.flip": (False, {}),
+    "data.jitter": (0.5, {}),
     "data.noise": (20.0, {}),
     "lr": (0.1, {}),
     "seed": (1, {}),

@@ -173,6 +173,16 @@ def test_noise_has_a_deviation_of_its_own_in_every_image(tmp_path: Path) -> None
     assert torch.equal(repeated.double() - 128, noise)
 
 
+def test_jitter_changes_brightness_by_up_to_its_share(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    Image.new("RGB", (8, 8), (100, 100, 100)).save(tmp_path / "a/grey.png")
+    augmentation = Augmentation((8, 8), crop="whole", jitter=0.875)
+    batch = next(crop_batches(ClassFolders(tmp_path), augmentation, 400, 3, ALONE, workers=0)(0))
+    factors = batch["image"].double().mean((1, 2, 3)) / 100  # a grey image has no contrast and no saturation
+    assert 0.12 < factors.min() < 0.15
+    assert 1.85 < factors.max() < 1.88
+
+
 @pytest.mark.parametrize("mixup", [0.0, 0.5])
 def test_pairs_of_noise_hold_the_image_without_and_with_it(mixup: float, folder: ClassFolders) -> None:
     cpu = World(0, 1, torch.device("cpu"))

@@ -135,6 +135,7 @@ def test_the_first_batch_waits_for_its_own_shards_and_the_next_ones_are_fetched_
     assert all(store.gets[name] == 1 for name in later)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "ahead"), [("auto", 3), (1, 3), (0, 0)])
 def test_scoring_and_encoding_prefetch_too(
     workers: Any, ahead: int, store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -262,6 +262,7 @@ def _meet(world: World, folder: Path) -> None:
     (folder / f"{world.rank}.json").write_text(json.dumps([[match.name, match.level, match.found] for match in actual]))
 
 
+@pytest.mark.slow
 def test_ranks_report_each_other_their_versions_and_findings(tmp_path: Path) -> None:
     run_distributed(_meet, tmp_path)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))

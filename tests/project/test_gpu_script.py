@@ -45,6 +45,7 @@ def call(script: Any, tmp_path: Path) -> Call:
     return run
 
 
+@pytest.mark.slow
 def test_the_smallest_parts_give_rows_of_both_kinds(call: Call, capsys: pytest.CaptureFixture[str]) -> None:
     code, actual, tables = call("numbers,memory,training")
     assert code == 0
@@ -71,6 +72,7 @@ def test_the_smallest_parts_give_rows_of_both_kinds(call: Call, capsys: pytest.C
     assert tables.count("| --- |\n") == 2
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_is_recorded_and_the_others_continue(
     call: Call, script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

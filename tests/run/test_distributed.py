@@ -70,6 +70,7 @@ def train_job(world: World, folder: Path) -> None:
         (folder / f"rank{world.rank}-{micro}.json").write_text(json.dumps(result.metrics))
 
 
+@pytest.mark.slow
 def test_two_ranks_train_the_network_of_one(tmp_path: Path) -> None:
     run_distributed(train_job, tmp_path)
     alone_log = MetricsLog(tmp_path / "alone.jsonl")
@@ -324,6 +325,7 @@ def sweep_job(world: World, folder: Path) -> None:
             run_vtab(folder / "digits", folder / name, *SHORT_SWEEP, f"runtime.shard={shard}")
 
 
+@pytest.mark.slow
 def test_a_sweep_over_ranks_equals_that_of_one_process(digits: Path, tmp_path: Path) -> None:
     (tmp_path / "digits").symlink_to(digits)
     run_distributed(sweep_job, tmp_path)

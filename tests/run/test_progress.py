@@ -7,18 +7,21 @@ import io
 import itertools
 import json
 import re
+import time
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
 from rich.console import Console as RichConsole
-from torch import Tensor
+from torch import Tensor, nn
 
-from dpn_cli.engine.fit import Outputs
+from dpn_cli.engine.fit import Batch, Outputs
 from dpn_cli.run import distributed
+from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.console import BLOCKS, Console, ProgressTick, average_stretches, count_noun, sparkline
 from dpn_cli.run.run_dir import MetricsLog
-from support.engine import small_vit, train_steps
+from support.engine import loss_fn, small_vit, train_steps
 
 
 class Clock:
@@ -180,3 +183,55 @@ def test_every_step_is_shown_and_the_log_keeps_its_fifty_records(
     assert [record["loss"] for record in records] == pytest.approx([tick.loss for tick in observed[2::3]])
     for tick in observed:
         assert tick.seconds_left == pytest.approx((150 - tick.step) * 8 / tick.images_per_second)
+
+
+def test_a_record_has_the_mean_loss_since_the_last_one(tmp_path: Path) -> None:
+    """Also in a training that is resumed between two records."""
+    losses: list[float] = []
+
+    def observed_loss(model: nn.Module, batch: Batch) -> Tensor:
+        value = loss_fn(model, batch)
+        losses.append(value.item())
+        return value
+
+    whole, parts = MetricsLog(tmp_path / "whole.jsonl"), MetricsLog(tmp_path / "parts.jsonl")
+    train_steps(small_vit(), 150, loss_fn=observed_loss, outputs=Outputs(log=whole))
+    records = [json.loads(line) for line in whole.path.read_text().splitlines()]
+    expected = [fmean(losses[first : first + 3]) for first in range(0, 150, 3)]
+    assert [record["loss"] for record in records] == pytest.approx(expected, rel=1e-6)
+
+    class StopError(Exception):
+        """Ends the training after step 100, which has no record."""
+
+    def stop(tick: ProgressTick) -> None:
+        if tick.step == 101:
+            raise StopError
+
+    outputs = {"checkpoints": Checkpoints(tmp_path / "checkpoints"), "log": parts}
+    with pytest.raises(StopError):
+        train_steps(small_vit(), 150, checkpoint_every=100, outputs=Outputs(**outputs, tick=stop))
+    train_steps(small_vit(), 150, checkpoint_every=100, outputs=Outputs(**outputs))
+    resumed = [json.loads(line) for line in parts.path.read_text().splitlines()]
+    assert [record["loss"] for record in resumed] == [record["loss"] for record in records]
+
+
+def test_the_rate_is_that_of_the_last_30_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 1 s, and from the 11th on of 4 s; an evaluation of 100 s after the 30th step does not count."""
+    clock, ticks = Clock(), list[ProgressTick]()
+
+    def slow_loss(model: nn.Module, batch: Batch) -> Tensor:
+        clock.now += 1 if len(ticks) < 10 else 4
+        return loss_fn(model, batch)
+
+    def evaluate() -> dict[str, float]:
+        clock.now += 100
+        return {"top1": 0.0}
+
+    monkeypatch.setattr(time, "perf_counter", clock)
+    job = {"loss_fn": slow_loss, "evaluate": evaluate, "evaluate_every": 30, "monitor": "top1"}
+    train_steps(small_vit(), 40, outputs=Outputs(tick=ticks.append), **job)
+    rates = [tick.images_per_second / 8 for tick in ticks]  # batches of 8
+    assert rates[:10] == pytest.approx([1] * 10)
+    assert rates[12] == pytest.approx(13 / 22)
+    assert rates[18:] == pytest.approx([1 / 4] * 22)
+    assert ticks[30].seconds_left == pytest.approx(9 * 4)

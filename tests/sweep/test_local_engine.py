@@ -101,12 +101,14 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_breaks_ends_and_so_do_workers_that_are_left(folder: Path, tmp_path: Path) -> None:
     result = run_program([sys.executable, "-c", BREAK, *highres(folder, tmp_path / "run", "--steps", "2")])
     assert result.returncode == 1
     assert "ValueError: broken in training" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_killed_worker_ends_the_run_with_one_line(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +125,7 @@ def test_a_killed_worker_ends_the_run_with_one_line(
     resume(folder, out, monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_signal_to_all_processes_stops_the_run_with_its_state_saved(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +139,7 @@ def test_a_signal_to_all_processes_stops_the_run_with_its_state_saved(
     resume(folder, out, monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_run_whose_terminal_closes_stops_with_its_state_saved(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     stacks = tmp_path / "stacks.txt"

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from dpn_cli.arch import Norm, Placement, Stem
 from dpn_cli.config.load import Logger, Plain, discard_message, find_last_value, merge, merge_layers, read_config
 from dpn_cli.config.network import ARCH, DROP_PATH, IMAGE_SIZE, NORM, PLACEMENT, STEM, BackboneConfig
-from dpn_cli.config.option import DATA, MODEL, RUNTIME, TRAIN, flag
+from dpn_cli.config.option import MODEL, RUNTIME, TRAIN, flag
 from dpn_cli.config.paths import DEMO_OBJECTS, DEMOS, find_data
 from dpn_cli.config.schema import (
     DATA_SOURCE,
@@ -23,6 +23,7 @@ from dpn_cli.config.schema import (
     Crop,
     DataLocation,
     ImageColumn,
+    Jitter,
     LabelColumn,
     MaxPixels,
     NonNegative,
@@ -120,14 +121,7 @@ class DistillData(SampledData):
     skip_bad_images: SkipBadImages = False
     crop: Crop | None = None
     flip: Annotated[bool | None, FLIP.replace(unset="as the teacher was trained, else flip")] = None
-    jitter: Annotated[
-        Share,
-        flag(
-            "--jitter",
-            help="How far brightness, contrast and saturation of training images change: 0.4 is by 40 %.",
-            panel=DATA,
-        ),
-    ] = 0.0
+    jitter: Jitter = 0.0
     noise: Annotated[
         float,
         Field(ge=0, le=255),

@@ -233,6 +233,7 @@ def test_the_result_reports_the_agreement_of_the_student(finished: tuple[Path, d
     )
 
 
+@pytest.mark.slow
 def test_the_file_goes_wherever_weights_go(finished: tuple[Path, dict[str, Any]], photos: Path, tmp_path: Path) -> None:
     path, result = finished
     weights = str(path / "weights.safetensors")

@@ -214,3 +214,11 @@ def test_configs_that_dpn_wrote_can_be_given_back_and_flags_win(photos: Path, tm
     path.write_text("epochs: 9\nmixup: 0.9\nbatch_size: 64\nbackbone: {arch: S/16}\ndata: {source: x}\n")
     strong = build(PretrainConfig, resolve("imagenet", "short", "strong2", str(path), {}, {}), "test")
     assert (strong.mixup, strong.batch_size, strong.epochs) == (0.8, 1024, 90)
+
+
+@pytest.mark.parametrize("policy", [{"auto_augment": "cifar10"}, {"randaugment": {"layers": 2, "magnitude": 10}}])
+def test_jitter_and_a_policy_exclude_each_other(policy: dict[str, Any]) -> None:
+    base = {"randaugment": {"layers": 0}, "data": {"source": "demo", "jitter": 0.4}}
+    assert pretrain_config("nano/8", **base).data.jitter == 0.4
+    with pytest.raises(DpnError, match=r"data\.jitter \(0\.4\) and .*leave data\.jitter at 0 or the policy out"):
+        pretrain_config("nano/8", **base | policy)

@@ -33,6 +33,7 @@ def shown(result: Json) -> str:
     return text.getvalue()
 
 
+@pytest.mark.slow
 def test_handwriting_is_learned(digits: Path, tmp_path: Path) -> None:
     # A shorter form of the run in the README, which goes on to 90 %.
     completed = run_dpn(

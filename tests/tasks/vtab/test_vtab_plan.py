@@ -45,6 +45,7 @@ def test_hours_are_the_flops_of_all_trainings_at_half_the_measured_rate(ranks: i
     assert result["hours"] == one["hours"]
 
 
+@pytest.mark.slow
 def test_disk_and_memory_count_weights_gradients_states_and_activations() -> None:
     (one,) = planned()["networks"]
     parameters = load_backbone("S/32", stem="dpn", num_classes=47).report.parameters
