@@ -6,12 +6,18 @@ from pathlib import Path
 from typing import Annotated
 
 from dpn_cli.config.option import OUTPUT, argument, flag
-from dpn_cli.config.schema import IMAGE_FILES, PredictionFiles, RunImageReading, Runtime, Section, SkipBadImages
+from dpn_cli.config.schema import EXIF, IMAGE_FILES, PredictionFiles, RunImageReading, Runtime, Section, SkipBadImages
 
 RUN = argument("A run's folder, or its weights.safetensors.")
 SCORES_DIR = flag(
     "--output-dir", "-o", help="Folder for the scores, and what 'dpn report' shows of them.", panel=OUTPUT
 )
+
+
+class ClassifierImageReading(RunImageReading):
+    """Options for reading image files for a classifier; by default those of its training."""
+
+    exif: Annotated[bool | None, EXIF.replace(unset="as in the run's training")] = None
 
 
 class EvaluationOptions(Section):

@@ -114,6 +114,8 @@ JITTER = flag(
 Jitter = Annotated[float, Field(ge=0, lt=1), JITTER]
 NOISE = flag("--noise", help="Largest deviation of noise in training images, in grey levels of 255.", panel=TRAIN)
 Noise = Annotated[float, Field(ge=0, le=255), NOISE]
+EXIF = flag("--exif/--no-exif", help="Turn images as their EXIF orientation says, as phones store them.", panel=DATA)
+Exif = Annotated[bool, EXIF]
 MaxPixels = Annotated[
     Positive,
     flag(

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 import simplejpeg
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PpmImagePlugin import PpmImageFile
 
@@ -29,6 +29,17 @@ SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", "
 # Exceptions of Pillow and NumPy for an image that is damaged, missing, or larger than memory.
 DECODE_ERRORS = (OSError, ValueError, SyntaxError, OverflowError, MemoryError, Image.DecompressionBombError)
 
+# How an image is turned that has a value of EXIF's tag Orientation (JEITA CP-3451, 4.6.4); 1 is upright.
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
 # `open_image` has its own limit, which the user can change; Pillow would warn at half of it.
 Image.MAX_IMAGE_PIXELS = None
 
@@ -38,12 +49,14 @@ class ReadOptions:
     """Options for decoding image files.
 
     `decoder` decodes JPEGs: ``exact`` gives TensorFlow's pixels, ``pillow`` Pillow's. Images of more than
-    `max_pixels` are refused; with `shrink`, JPEGs are read at a half, quarter or eighth of their size instead.
+    `max_pixels` are refused; with `shrink`, JPEGs are read at a half, quarter or eighth of their size instead. With
+    `exif`, images are turned as their EXIF orientation says; TensorFlow, and so the paper, ignores it.
     """
 
     decoder: Decoder = "exact"
     max_pixels: int = MAX_PIXELS
     shrink: bool = True
+    exif: bool = False
 
     def versions(self) -> dict[str, str]:
         """Return the libraries that decode, with versions: the entry of a result file."""
@@ -91,9 +104,9 @@ def open_image(
 ) -> Image.Image:
     """Open an image file and read its size, without decoding it.
 
-    A JPEG that will be shrunk has its reduced size. Raises `ImageError` with the location when the file is missing, not
-    a regular file or not an image, or when it has too many pixels, and `DataError` when it has another number of bytes
-    than was `listed`.
+    A JPEG that will be shrunk has its reduced size, and an image that has to be turned is decoded. Raises `ImageError`
+    with the location when the file is missing, not a regular file or not an image, or when it has too many pixels, and
+    `DataError` when it has another number of bytes than was `listed`.
     """
     try:
         if isinstance(file, Path):
@@ -115,7 +128,21 @@ def open_image(
             f"{location}: {width} x {height} pixels, more than the {reading.max_pixels} that are read; allow more with "
             "--max-pixels, or make it smaller"
         )
+    if reading.exif and (turn := _TURNS.get(orientation(image))) is not None:
+        turned = Image.fromarray(decode(image, location, reading.decoder)).transpose(turn)
+        turned.format, turned.info["turned"] = image.format, True
+        return turned
     return image
+
+
+def orientation(image: Image.Image) -> int:
+    """Return the EXIF orientation of an opened image, 1 to 8; 1 without one."""
+    if "exif" not in image.info:  # Pillow would decode some formats to look for it
+        return 1
+    try:
+        return int(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except (*DECODE_ERRORS, TypeError):  # damaged, as decoders ignore it
+        return 1
 
 
 def _shrink(image: Image.Image, most: int) -> bool:
@@ -127,11 +154,17 @@ def _shrink(image: Image.Image, most: int) -> bool:
     return False
 
 
+def is_stored_turned(image: Image.Image) -> bool:
+    """Return whether an opened image is stored in another orientation than its EXIF data give, turned by now or not."""
+    return image.info.get("turned", False) or orientation(image) in _TURNS
+
+
 def decode(image: Image.Image, location: str, decoder: Decoder = "exact") -> Pixels:
     """Decode an opened image to RGB (height, width, 3) as TensorFlow's decode_image does, and close it.
 
     Repeats grey, drops transparency, keeps the upper byte of 16-bit values, takes the first frame of an animation, and
-    ignores EXIF rotation. Raises `ImageError` with the location when the data are damaged.
+    ignores the EXIF orientation, which `open_image` heeds. Raises `ImageError` with the location when the data are
+    damaged.
     """
     try:
         with image:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpn_cli.config.inference import ClassifierImageReading
 from dpn_cli.data.crops import eval_crop
-from dpn_cli.data.decode import Decoder
+from dpn_cli.data.decode import Decoder, ReadOptions
 from dpn_cli.data.imagenet import imagenet_folders
 from dpn_cli.data.pixels import Transform
 from dpn_cli.data.resize import Size, resize
@@ -35,7 +36,7 @@ class Classifier:
     """A network with a head.
 
     `resize_side` is the shorter side in pixels before the central crop; None takes the whole image, squeezed.
-    `decoder` made the pixels of JPEGs.
+    `decoder` made the pixels of JPEGs, and with `exif` images were turned as their EXIF orientation says.
     """
 
     model: Backbone
@@ -44,6 +45,7 @@ class Classifier:
     resize_side: int | None
     facts: dict[str, Any]
     decoder: Decoder = "exact"
+    exif: bool = False
 
     @property
     def transform(self) -> Transform:
@@ -57,9 +59,15 @@ class Classifier:
     def preparation(self) -> str:
         """Return the preparation of a decoded image for the network, in words."""
         height, width = self.model.config.image_size
+        turned = "turned as its EXIF orientation says, " if self.exif else ""
         if self.resize_side is None:
-            return f"resized whole to {height} x {width}, bilinear without antialiasing"
-        return f"shorter side resized to {self.resize_side} by area, centre of {height} x {width} cut out"
+            return f"{turned}resized whole to {height} x {width}, bilinear without antialiasing"
+        return f"{turned}shorter side resized to {self.resize_side} by area, centre of {height} x {width} cut out"
+
+    def reading(self, options: ClassifierImageReading) -> ReadOptions:
+        """Return how images are read: as in the training, but for what the options say."""
+        exif = self.exif if options.exif is None else options.exif
+        return ReadOptions(options.decode or self.decoder, options.max_pixels, exif=exif)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Map logits (b, classes) to probabilities: independent for the sigmoid loss, else adding up to one."""
@@ -79,6 +87,7 @@ def save_classifier(classifier: Classifier, path: Path) -> str:
         "resize_side": classifier.resize_side,
         "image_size": list(classifier.model.config.image_size),
         "decoder": classifier.decoder,
+        "exif": classifier.exif,
         "facts": classifier.facts,
     }
     return export_backbone(classifier.model, path, {artifact_kinds.KEY: KEY, KEY: json.dumps(description)})
@@ -117,6 +126,7 @@ def classifier_of(source: Checkpoint, image_size: Size | None = None) -> Classif
             side,
             described["facts"],
             described.get("decoder", "pillow"),  # the decoder of files without this entry
+            described.get("exif", False),
         )
     return Classifier(model, imagenet_classes(len(head)), "softmax", resize_for(size), {"classes": "assumed"})
 

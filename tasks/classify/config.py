@@ -19,6 +19,7 @@ from dpn_cli.config.schema import (
     VAL_FRACTION,
     Crop,
     DataLocation,
+    Exif,
     Flip,
     ImageColumn,
     Jitter,
@@ -72,6 +73,7 @@ class SupervisedData(SampledData):
             help="exact: the reference's pixels; fast: JPEGs shrunk while they are decoded; pillow: Pillow's pixels."
         ),
     ] = "exact"
+    exif: Exif = False
     max_pixels: MaxPixels = MAX_PIXELS
     eval_resize: Side | None = None
     skip_bad_images: SkipBadImages = False

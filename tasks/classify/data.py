@@ -22,7 +22,7 @@ def source_of(config: SupervisedConfig) -> ImageSource:
         data.val_fraction,
         data.image_column,
         data.label_column,
-        ReadOptions(decoder_of(data.decode), data.max_pixels),
+        ReadOptions(decoder_of(data.decode), data.max_pixels, exif=data.exif),
     )
 
 

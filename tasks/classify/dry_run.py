@@ -70,7 +70,7 @@ def _sample_work(config: SupervisedConfig, model: Backbone, data: ClassData, wor
     samples = first_batch(split, config.eval_batch_size, world)
     in_process = without_workers(config)
     side = resize_side_of(config, model.config.image_size)
-    classifier = Classifier(model, data.classes, config.loss, side, {}, split.reading.decoder)
+    classifier = Classifier(model, data.classes, config.loss, side, {}, split.reading.decoder, split.reading.exif)
     probe_images = config.fewshot * len(data.classes) + len(data.minival.labels) if config.fewshot else 0
     return Sampled(
         len(samples.labels),

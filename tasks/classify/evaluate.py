@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpn_cli.data.decode import ReadOptions
 from dpn_cli.data.image_source import ImageSource
 from dpn_cli.data.leakage import Overlap, count_overlap
 from dpn_cli.data.sources.base import LabelledImages, fingerprint
@@ -40,7 +39,7 @@ def evaluate(options: EvalOptions, console: Console) -> dict[str, Any] | None:
         if options.output_dir and world.leads:
             open_report(options.output_dir)
         classifier = load_classifier(options.network, (size, size) if isinstance(size, int) else size, "dpn eval")
-        reading = ReadOptions(options.reading.decode or classifier.decoder, options.reading.max_pixels)
+        reading = classifier.reading(options.reading)
         source = ImageSource(
             options.source or "", image_column=options.image_column, label_column=options.label_column, reading=reading
         )

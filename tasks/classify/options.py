@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from dpn_cli.config.inference import RUN, SCORES_DIR, EvaluationOptions, ImageFileOptions
+from dpn_cli.config.inference import RUN, SCORES_DIR, ClassifierImageReading, EvaluationOptions, ImageFileOptions
 from dpn_cli.config.launch import NO_PAGE, OVERWRITE, RESUME
 from dpn_cli.config.network import IMAGE_SIZE
 from dpn_cli.config.option import DATA, MODEL, OUTPUT, argument, flag
@@ -55,6 +55,7 @@ class EvalOptions(EvaluationOptions):
     ] = None
     image_column: ImageColumn = None
     label_column: LabelColumn = None
+    reading: ClassifierImageReading = ClassifierImageReading()
     skip_bad_images: SkipBadImages = False
     real: Annotated[
         Path | None, flag("--real", help="ImageNet-ReaL's real.json: score against it too.", panel=DATA)
@@ -180,6 +181,7 @@ class ProbeOptions(Section):
 class PredictOptions(ImageFileOptions):
     """Options of ``dpn predict``."""
 
+    reading: ClassifierImageReading = ClassifierImageReading()
     top: Annotated[Positive, flag("--top", "-k", help="Classes per image.", panel=OUTPUT)] = 3
     batch_size: ForwardBatchSize = 64
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from dpn_cli.data.decode import ReadOptions
 from dpn_cli.data.sources.folder import find_image_files
 from dpn_cli.engine import fit as engine
 from dpn_cli.report.predictions import Predictions, tally
@@ -34,7 +33,7 @@ def predict(options: PredictOptions, console: Console) -> Predictions:
         classifier = load_classifier(options.run)
         predictions = Predictions(find_image_files(options.images), options.written, console)
         classifier.model.to(world.device).eval()
-        reading = ReadOptions(options.reading.decode or classifier.decoder, options.reading.max_pixels)
+        reading = classifier.reading(options.reading)
         words = readable(classifier.classes)
         batches = predictions.read(
             reading, classifier.transform, batch_size=options.batch_size, workers=runtime.workers, label="predict"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dpn_cli.config.launch import SCRATCH_PIXELS
 from dpn_cli.data.crops import scale_to_short_side
+from dpn_cli.data.decode import decode, is_stored_turned
 from dpn_cli.data.imagenet import describe_imagenet
 from dpn_cli.data.loader import count_workers
 from dpn_cli.data.prefetch import check_cache
@@ -123,22 +125,43 @@ def fingerprints(data: ClassData) -> dict[str, str]:
 
 def check_images(config: SupervisedConfig, data: ClassData, console: Console) -> None:
     """Decode a sample of every split, and warn of evaluation crops that show too little. Raises `DataError`."""
-    sizes = [decode_some(split, config.data.skip_bad_images) for split in (data.train, data.minival, data.val)]
-    if warning := _crop_warning(config, sizes[-1]):
+    samples = [decode_some(split, config.data.skip_bad_images) for split in (data.train, data.minival, data.val)]
+    if message := describe_turned(samples, config.data.exif):
+        console.info(message)
+    if warning := _crop_warning(config, samples[-1].sizes):
         console.warn(warning)
 
 
-def decode_some(split: LabelledImages, skip_bad: bool) -> list[Size]:
-    """Decode a sample of a split and all rows that are no files; return sizes. Raises `DataError` unless `skip_bad`."""
-    sizes = []
+@dataclass(frozen=True)
+class DecodedSample:
+    """Some images of a split: their sizes in pixels, and how many are stored turned."""
+
+    sizes: list[Size]
+    turned: int
+
+
+def decode_some(split: LabelledImages, skip_bad: bool) -> DecodedSample:
+    """Decode a sample of a split and all rows that are no files. Raises `DataError` unless `skip_bad`."""
+    sizes, turned = [], 0
     for index in sample_rows_to_check(split, SAMPLE):
         try:
-            height, width, _ = split.pixels(index).shape
+            image = split.open(index)
+            turned += is_stored_turned(image)
+            height, width, _ = decode(image, split.locate(index), split.reading.decoder).shape
             sizes.append((height, width))
         except DataError:
             if not skip_bad:
                 raise
-    return sizes
+    return DecodedSample(sizes, turned)
+
+
+def describe_turned(samples: Sequence[DecodedSample], exif: bool) -> str | None:
+    """Return how many images are stored in another orientation than their EXIF data give; None without any."""
+    images, turned = sum(len(sample.sizes) for sample in samples), sum(sample.turned for sample in samples)
+    if not turned:
+        return None
+    treatment = "are turned; --no-exif leaves them" if exif else "stay so; --exif turns them"
+    return f"{turned} of {images} inspected images are stored turned, by their EXIF orientation, and {treatment}"
 
 
 def _crop_warning(config: SupervisedConfig, images: list[Size]) -> str | None:

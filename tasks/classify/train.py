@@ -191,7 +191,8 @@ class _ClassifierTraining:
         if config.freeze:
             console.info(f"{freeze(self.model, config.freeze) / 1e6:.2f} M weights are frozen")
         side = resize_side_of(config, self.model.config.image_size)
-        self.classifier = Classifier(self.model, data.classes, config.loss, side, {}, data.val.reading.decoder)
+        reading = data.val.reading
+        self.classifier = Classifier(self.model, data.classes, config.loss, side, {}, reading.decoder, reading.exif)
 
     def job(self, outputs: engine.Outputs) -> engine.TrainJob:
         """Return the engine's job."""

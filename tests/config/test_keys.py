@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import ExifTags, Image
 from pydantic import BaseModel
 from safetensors.torch import load_file
 from torch import Tensor
@@ -163,6 +164,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "data.val_fraction": (0.5, {}),
     "data.minival": (0.5, {}),
     "data.decode": ("pillow", {}),
+    "data.exif": (True, {}),  # each class has an image that is stored turned
     "data.max_pixels": (1999, {}),  # JPEGs of 2000 are read at half their size
     "data.crop": ("whole", {}),
     "data.flip": (False, {}),
@@ -247,6 +249,11 @@ def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, dict[s
         name: str(write_class_folders(root / name, classes=count, each=4))
         for name, count in (("photos", 3), ("OTHER", 2))
     }
+    for folder in (root / "photos").iterdir():
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = 6
+        with Image.open(folder / "000.jpg") as image:
+            image.save(folder / "000.jpg", quality=95, exif=exif)
     done: dict[str, dict[str, Tensor]] = {}
 
     def weights(task: str, settings: dict[str, Any]) -> dict[str, Tensor]:

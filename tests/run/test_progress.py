@@ -10,6 +10,7 @@ import re
 import time
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import pytest
@@ -207,10 +208,10 @@ def test_a_record_has_the_mean_loss_since_the_last_one(tmp_path: Path) -> None:
         if tick.step == 101:
             raise StopError
 
-    outputs = {"checkpoints": Checkpoints(tmp_path / "checkpoints"), "log": parts}
+    outputs = Outputs(Checkpoints(tmp_path / "checkpoints"), parts)
     with pytest.raises(StopError):
-        train_steps(small_vit(), 150, checkpoint_every=100, outputs=Outputs(**outputs, tick=stop))
-    train_steps(small_vit(), 150, checkpoint_every=100, outputs=Outputs(**outputs))
+        train_steps(small_vit(), 150, checkpoint_every=100, outputs=dataclasses.replace(outputs, tick=stop))
+    train_steps(small_vit(), 150, checkpoint_every=100, outputs=outputs)
     resumed = [json.loads(line) for line in parts.path.read_text().splitlines()]
     assert [record["loss"] for record in resumed] == [record["loss"] for record in records]
 
@@ -228,7 +229,7 @@ def test_the_rate_is_that_of_the_last_30_seconds(monkeypatch: pytest.MonkeyPatch
         return {"top1": 0.0}
 
     monkeypatch.setattr(time, "perf_counter", clock)
-    job = {"loss_fn": slow_loss, "evaluate": evaluate, "evaluate_every": 30, "monitor": "top1"}
+    job: dict[str, Any] = {"loss_fn": slow_loss, "evaluate": evaluate, "evaluate_every": 30, "monitor": "top1"}
     train_steps(small_vit(), 40, outputs=Outputs(tick=ticks.append), **job)
     rates = [tick.images_per_second / 8 for tick in ticks]  # batches of 8
     assert rates[:10] == pytest.approx([1] * 10)

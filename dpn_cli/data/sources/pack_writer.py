@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image
 
-from dpn_cli.data.decode import ReadOptions, decode, open_image
+from dpn_cli.data.decode import ReadOptions, decode, open_image, orientation
 from dpn_cli.data.sources.base import LabelledImages, fingerprint
 from dpn_cli.data.sources.packs import FORMAT, MANIFEST, Json, is_pack, read_manifest
 from dpn_cli.data.sources.shards import iter_images
@@ -209,6 +209,7 @@ def _encode(image: Image.Image, location: str, packing: PackOptions, reading: Re
         original = file.read()
         image = open_image(io.BytesIO(original), location, reading)
     shrunk = bool(getattr(image, "decoderconfig", ()))  # a JPEG above the limit was decoded at a smaller size
+    tag = _orientation_tag(image) if packing.encode == "jpeg" else {}
     pixels = Image.fromarray(decode(image, location, reading.decoder))
     short = min(pixels.size)
     if packing.size is None or short <= packing.size:
@@ -219,7 +220,7 @@ def _encode(image: Image.Image, location: str, packing: PackOptions, reading: Re
         pixels = pixels.resize((width, height), Image.Resampling.BICUBIC)  # Pillow always antialiases
     buffer = io.BytesIO()
     try:
-        pixels.save(buffer, packing.encode, quality=packing.quality)
+        pixels.save(buffer, packing.encode, quality=packing.quality, **tag)
     except OSError as error:
         size = "x".join(map(str, pixels.size))
         raise DataError(
@@ -227,3 +228,10 @@ def _encode(image: Image.Image, location: str, packing: PackOptions, reading: Re
             "it out and count it with --skip-bad-images"
         ) from error
     return {"jpeg": "jpg", "ppm": "ppm"}[packing.encode], buffer.getvalue()
+
+
+def _orientation_tag(image: Image.Image) -> dict[str, Image.Exif]:
+    """Return the argument of Pillow's ``save`` that keeps an image's EXIF orientation; none for an upright image."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation(image)
+    return {} if orientation(image) == 1 else {"exif": exif}

@@ -127,7 +127,7 @@ def _check(run: Run[DistillConfig], teacher: Classifier, images: DistillSplits, 
         f"{config.schedule.steps * config.batch_size / parts['train']:.2f} epochs"
     )
     if dry_run:
-        images.check(config.data.skip_bad_images)
+        _check_images(images, run)
         return
     current = {"data": images.fingerprints(), "teacher": teacher.model.report.digest}
     saved_facts = from_leader(folder.facts)
@@ -141,7 +141,12 @@ def _check(run: Run[DistillConfig], teacher: Classifier, images: DistillSplits, 
         )
     if world.leads:
         folder.update(device=describe_device(world.device), ranks=world.size, status="running", **current)
-        images.check(config.data.skip_bad_images)
+        _check_images(images, run)
+
+
+def _check_images(images: DistillSplits, run: Run[DistillConfig]) -> None:
+    if message := images.check(run.config.data.skip_bad_images):
+        run.console.info(message)
 
 
 def check_stages(config: DistillConfig) -> None:

@@ -22,6 +22,7 @@ from dpn_cli.config.schema import (
     VAL_DATA,
     Crop,
     DataLocation,
+    Exif,
     ImageColumn,
     Jitter,
     LabelColumn,
@@ -116,6 +117,7 @@ class DistillData(SampledData):
             help="exact: the reference's pixels; fast: JPEGs shrunk while they are decoded; pillow: Pillow's pixels."
         ),
     ] = "exact"
+    exif: Exif = False
     max_pixels: MaxPixels = MAX_PIXELS
     eval_resize: Side | None = None
     skip_bad_images: SkipBadImages = False

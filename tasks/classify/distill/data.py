@@ -20,7 +20,7 @@ from dpn_cli.errors import DataError
 from dpn_cli.run.console import Console, count_noun
 from tasks.classify.distill.config import DistillConfig
 from tasks.classify.evaluate import match_classes
-from tasks.classify.preflight import decode_some
+from tasks.classify.preflight import decode_some, describe_turned
 
 # Images on which a stem is fitted and the spread of the teacher's tokens is measured.
 FITTED_ON = 512
@@ -48,10 +48,12 @@ class DistillSplits:
         """Return a hash of each part; see `fingerprint`."""
         return {name: fingerprint(part) for name, part in self.parts().items()}
 
-    def check(self, skip_bad: bool) -> None:
-        """Decode a sample of every part. Raises `DataError` for an unreadable image unless `skip_bad`."""
-        for part in self.parts().values():
-            decode_some(part, skip_bad)
+    def check(self, skip_bad: bool) -> str | None:
+        """Decode a sample of every part, and describe images that are stored turned.
+
+        Raises `DataError` for an unreadable image unless `skip_bad`.
+        """
+        return describe_turned([decode_some(part, skip_bad) for part in self.parts().values()], self.train.reading.exif)
 
     def sample(self, transform: Transform, skip_bad: bool) -> Tensor:
         """Return some training images (n, 3, h, w) as uint8, the same ones for any order of the folder."""
@@ -81,7 +83,7 @@ def open_images(config: DistillConfig, classes: Sequence[str] | None, console: C
         data.val_source,
         image_column=data.image_column,
         label_column=data.label_column,
-        reading=ReadOptions(decoder_of(data.decode), data.max_pixels),
+        reading=ReadOptions(decoder_of(data.decode), data.max_pixels, exif=data.exif),
     )
     images = open_unlabelled(source)
     order = hash_order(images)

@@ -73,9 +73,9 @@ def with_teacher_defaults(config: DistillConfig, teacher: Classifier) -> Distill
 def as_classifier(config: DistillConfig, teacher: Classifier, model: Backbone) -> Classifier:
     """Return teacher or student as a classifier of the teacher's classes whose images are prepared by the config."""
     side = config.data.eval_resize or teacher.resize_side or resize_for(model.config.image_size)
-    decoder = decoder_of(config.data.decode)
+    decoder, exif = decoder_of(config.data.decode), config.data.exif
     is_uncropped = config.data.crop == "whole"
-    return replace(teacher, model=model, resize_side=None if is_uncropped else side, decoder=decoder)
+    return replace(teacher, model=model, resize_side=None if is_uncropped else side, decoder=decoder, exif=exif)
 
 
 def start_of(student: Student, teacher: Backbone) -> Start:

@@ -218,7 +218,7 @@ def test_configs_that_dpn_wrote_can_be_given_back_and_flags_win(photos: Path, tm
 
 @pytest.mark.parametrize("policy", [{"auto_augment": "cifar10"}, {"randaugment": {"layers": 2, "magnitude": 10}}])
 def test_jitter_and_a_policy_exclude_each_other(policy: dict[str, Any]) -> None:
-    base = {"randaugment": {"layers": 0}, "data": {"source": "demo", "jitter": 0.4}}
+    base: dict[str, Any] = {"randaugment": {"layers": 0}, "data": {"source": "demo", "jitter": 0.4}}
     assert pretrain_config("nano/8", **base).data.jitter == 0.4
     with pytest.raises(DpnError, match=r"data\.jitter \(0\.4\) and .*leave data\.jitter at 0 or the policy out"):
         pretrain_config("nano/8", **base | policy)

@@ -1,0 +1,102 @@
+"""Images that phones store turned: upright by their EXIF orientation, in training and after it, or as they are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import ExifTags, Image, ImageOps
+
+from dpn_cli.data.decode import Decoder, ReadOptions, decode, open_image, orientation, read_pixels
+from dpn_cli.data.image_source import ImageSource, open_split
+from dpn_cli.data.sources.folder import ClassFolders
+from support.cli import run_dpn
+from support.images import write_class_folders
+
+UPRIGHT = ReadOptions(exif=True)
+
+
+def stored(path: Path, image: Image.Image, value: int) -> Path:
+    """Store an image with an orientation in its EXIF data."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = value
+    image.save(path, exif=exif, quality=95)
+    return path
+
+
+@pytest.fixture
+def image() -> Image.Image:
+    """Return an image of which no two orientations are alike."""
+    rows, columns = np.mgrid[:24, :40]
+    return Image.fromarray(np.stack([rows * 10, columns * 6, rows + columns], -1).astype(np.uint8))
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "webp"])
+@pytest.mark.parametrize("value", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
+def test_orientations_are_those_of_pillow(value: int, suffix: str, image: Image.Image, tmp_path: Path) -> None:
+    path = stored(tmp_path / f"x.{suffix}", image, value)
+    decoders: tuple[Decoder, ...] = ("exact", "pillow")
+    for decoder in decoders:
+        as_stored = read_pixels(path, "x", ReadOptions(decoder))
+        assert as_stored.shape == (24, 40, 3)  # by default as TensorFlow reads it
+        pillow_image = Image.fromarray(as_stored)
+        pillow_image.getexif()[ExifTags.Base.Orientation] = value
+        expected = np.asarray(ImageOps.exif_transpose(pillow_image))
+        assert np.array_equal(read_pixels(path, "x", ReadOptions(decoder, exif=True)), expected)
+    with open_image(path, "x", UPRIGHT) as opened:
+        assert opened.size == expected.shape[1::-1]
+
+
+def test_damaged_exif_data_are_ignored(image: Image.Image, tmp_path: Path) -> None:
+    path = stored(tmp_path / "x.jpg", image, 6)
+    content = path.read_bytes()
+    start = content.index(b"Exif\0\0") + 6
+    path.write_bytes(content[:start] + b"\xff" * 8 + content[start + 8 :])
+    assert read_pixels(path, "x", UPRIGHT).shape == (24, 40, 3)
+    with Image.open(path) as damaged:
+        assert orientation(damaged) == 1
+
+
+def test_a_pack_keeps_the_orientation(image: Image.Image, tmp_path: Path) -> None:
+    for name in ("train/a", "train/b", "val/a", "val/b"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        stored(tmp_path / "data" / name / "x.jpg", image, 6)
+    for size in ("12", "keep"):
+        packed = run_dpn(
+            "data", "pack", "--data", str(tmp_path / "data"), "--out", str(tmp_path / size), "--size", size
+        )
+        assert packed.exit_code == 0, packed.output
+    for size, shape in (("12", (20, 12, 3)), ("keep", (40, 24, 3))):
+        split, _ = open_split(ImageSource(str(tmp_path / size), reading=UPRIGHT), "train")
+        assert split.pixels(0).shape == shape
+
+
+def test_a_training_turns_images_and_so_does_all_that_uses_it(image: Image.Image, tmp_path: Path) -> None:
+    data = write_class_folders(tmp_path / "photos", classes=2, each=8)
+    for path in sorted(data.rglob("*.jpg"))[:3]:
+        with Image.open(path) as photo:
+            stored(path, photo.convert("RGB").transpose(Image.Transpose.ROTATE_90), 6)
+    base = ["pretrain", "--data", str(data), "--val-fraction", "0.5", "--arch", "mu/8", "--image-size", "16"]
+    base += ["--steps", "1", "-b", "4", "-j", "0", "--no-report"]
+    predictions = []
+    for name, flags in (("upright", []), ("stored", ["--no-exif"])):
+        trained = run_dpn(*base, *flags, "-o", str(tmp_path / name))
+        assert trained.exit_code == 0, trained.output
+        counted = "3 of 16 inspected images are stored turned, by their EXIF orientation, and "
+        assert counted + ("stay so" if flags else "are turned") in trained.stderr.replace("\n", " ")
+        for reading in ([], ["--exif"], ["--no-exif"]):
+            predicted = run_dpn("predict", str(tmp_path / name), str(data), "--json", *reading)
+            predictions.append([result["classes"][0]["probability"] for result in json.loads(predicted.stdout)])
+    assert predictions[0] == predictions[1] != predictions[2]
+    assert predictions[3] == predictions[5] != predictions[4]
+
+
+def test_what_is_opened_turned_is_decoded_once(image: Image.Image, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    stored(tmp_path / "a" / "x.jpg", image, 8)
+    split = ClassFolders(tmp_path)
+    split.reading = UPRIGHT
+    opened = split.open(0)
+    assert np.array_equal(decode(opened, "x"), read_pixels(tmp_path / "a" / "x.jpg", "x", UPRIGHT))
