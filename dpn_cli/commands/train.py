@@ -36,6 +36,7 @@ def add_command(app: typer.Typer, name: str, training: TrainCommand) -> None:
             if arguments["print_config"]:
                 print(dump(config), end="")
                 return
+            training.check_locations(config)
             if isinstance(config, CompareConfig) and (warning := config.unused_checkpoint_warning()):
                 console.warn(warning)
             options = _launch_options(config, arguments)

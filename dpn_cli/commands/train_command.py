@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from dpn_cli.commands.options import Variant, default_of, explicit_options, keys_of, option_names, parameter_of
 from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.config.load import Logger, Plain, build, from_settings, merge, merge_with_shipped, read_config
+from dpn_cli.config.paths import check_location
 from dpn_cli.config.provenance import flatten_keys, read_sources
 from dpn_cli.config.schema import Config
 from dpn_cli.run.console import Console
@@ -44,6 +45,7 @@ class TrainCommand:
         example: a command line, for the end of the help.
         schema: the class of its configs.
         module: the name of the `Trainer`, imported when a training begins, because it loads torch.
+        layout: what ``--data`` may be, for the message about data that do not exist.
         configs: names of the shipped configs that it starts from, by the label that help gives them; the usual one
             comes first and has no label. Help reads the defaults in them.
         resolve: merges ``--config``, flags and ``--set`` over one of the configs; by default over the usual one.
@@ -61,6 +63,7 @@ class TrainCommand:
     example: str
     schema: type[Config]
     module: str
+    layout: str
     configs: Mapping[str, str]
     resolve: Callable[..., Plain] | None = None
     finalize: Callable[[Any, Console, bool], Any] = lambda config, console, dry_run: config
@@ -82,6 +85,11 @@ class TrainCommand:
         if config_file:
             read_sources(config_file, self.schema)  # reports mistakes in them; the run does not need them
         return build(self.schema, plain, "config", option_names(keys, arguments))
+
+    def check_locations(self, config: Any) -> None:
+        """Raise `DataError` for data that do not exist, before anything is loaded that takes seconds."""
+        check_location("--data", config.data.source, self.layout)
+        check_location("--val-data", getattr(config.data, "val_source", None), self.layout)
 
     def explicit_keys(self, arguments: Mapping[str, Any]) -> list[str]:
         """Return the config keys that a command line gives, those of its configuration file among them."""

@@ -17,6 +17,7 @@ from dpn_cli.commands.options import Variant, option
 from dpn_cli.commands.train_command import TrainCommand
 from dpn_cli.config.load import Logger, Plain, merge, read_config
 from dpn_cli.config.option import TRAIN
+from dpn_cli.config.paths import CAPTIONS, CLASS_FOLDERS, IMAGE_FOLDER, MASK_FOLDERS, TASK_FOLDERS
 from dpn_cli.config.schema import Config
 from dpn_cli.config.training import TrainingConfig
 from dpn_cli.errors import DpnError
@@ -47,6 +48,7 @@ VTAB = TrainCommand(
     example="dpn finetune vtab --arch B/32 --checkpoint B-32-dpn.npz --data vtab-1k",
     schema=vtab_config.VtabConfig,
     module="tasks.vtab.command",
+    layout=TASK_FOLDERS,
     configs={"": "vtab", "demo": "vtab_demo", "demo with --arch": "vtab_demo_large"},
     resolve=vtab_config.resolve,
     finalize=lambda config, console, dry_run: vtab_config.finalize(config),
@@ -59,6 +61,7 @@ HIGHRES = TrainCommand(
     example="dpn finetune highres --checkpoint B-32.npz --data photos --val-fraction 0.2 --epochs 8",
     schema=highres_config.HighresConfig,
     module="tasks.classify.highres",
+    layout=CLASS_FOLDERS,
     configs={"": "highres", "demo": "highres_demo", "own images": "highres_own"},
     resolve=highres_config.resolve,
     finalize=lambda config, console, dry_run: highres_config.finalize(config),
@@ -111,6 +114,7 @@ PRETRAIN = TrainCommand(
     example="dpn pretrain imagenet --arch B/32 --data imagenet",
     schema=pretrain_config.PretrainConfig,
     module="tasks.classify.pretrain",
+    layout=CLASS_FOLDERS,
     configs=PRETRAIN_CONFIGS,
     variants=_pretrain_variants,
     resolve=_resolve_pretrain,
@@ -182,6 +186,7 @@ LIT = TrainCommand(
     example="dpn lit train --checkpoint B-32-dpn.npz --data pairs.csv -b 4096 --steps 5000",
     schema=lit_config.LitConfig,
     module="tasks.lit.command",
+    layout=CAPTIONS,
     configs={"": "lit", "demo": "lit_demo"},
     resolve=lit_config.resolve,
     finalize=_with_demo_backbone(lit_config.finalize),
@@ -193,6 +198,7 @@ def _segmentation(config: str, **fields: Any) -> TrainCommand:
     return TrainCommand(
         schema=segment_config.SegmentConfig,
         module="tasks.segment.command",
+        layout=MASK_FOLDERS,
         configs={"": config, "demo": "ade20k_demo"},
         resolve=partial(segment_config.resolve, config),
         finalize=_with_demo_backbone(segment_config.finalize),
@@ -227,6 +233,7 @@ DISTILL = TrainCommand(
     example="dpn distill --teacher timm:vit_base_patch32_224.augreg_in21k_ft_in1k --stem dpn --data photos",
     schema=distill_config.DistillConfig,
     module="tasks.classify.distill.command",
+    layout=IMAGE_FOLDER,
     configs={"": "distill", "demo": "distill_demo"},
     resolve=distill_config.resolve,
     finalize=_finalize_distill,

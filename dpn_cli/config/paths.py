@@ -7,11 +7,40 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpn_cli.errors import DpnError
+from dpn_cli.config.urls import is_hub, is_shards, is_url
+from dpn_cli.errors import DataError, DpnError
 
 # The built-in scenes of classifiers: asked for the colour of the largest object, for fine-tuning, and with the question
 # that takes most of them in, for pre-training and distillation.
 DEMO, DEMO_OBJECTS = DEMOS = ("demo", "demo:objects")
+
+
+# What a location may be, by the data that a command reads: the end of the message about one that does not exist.
+CLASS_FOLDERS = (
+    "no such folder; it holds train/CLASS/IMAGE.jpg and val/CLASS/IMAGE.jpg. 'demo' is the built-in data, "
+    "hf:OWNER/NAME a hub data set, wds:PATTERN webdataset shards"
+)
+IMAGE_FOLDER = "no such folder; pass a folder of images, 'demo' for the built-in ones, hf:OWNER/NAME or wds:PATTERN"
+TASK_FOLDERS = (
+    "no such folder; it holds one folder per task, e.g. caltech101. 'demo' is the built-in data, hf:OWNER/NAME a hub "
+    "data set"
+)
+MASK_FOLDERS = (
+    "no such folder; it holds images/{training,validation} and annotations/{training,validation}. 'demo' is the "
+    "built-in data, hf:OWNER/NAME a hub data set"
+)
+CAPTIONS = (
+    "no such file or folder; pass a .csv or .tsv with file and caption, COCO's captions .json, a folder of images with "
+    ".txt next to them, wds:PATTERN, hf:OWNER/NAME, or demo"
+)
+
+
+def check_location(option: str, location: str | None, layout: str) -> None:
+    """Raise `DataError` for a path that does not exist; `layout` says what it may be. Other locations pass."""
+    if not location or is_hub(location) or is_shards(location) or is_url(location) or location.startswith("demo"):
+        return
+    if not Path(location).expanduser().exists():
+        raise DataError(f"{option} {location}: {layout}")
 
 
 def home() -> Path:

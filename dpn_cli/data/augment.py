@@ -108,6 +108,21 @@ class Augmentation:
         """The size of a training image in bytes."""
         return (6 if self.noise_pairs else 3) * math.prod(self.size) * (4 if self.erase else 1)
 
+    def describe(self) -> str:
+        """Return what happens to a training image, in words."""
+        crops = {"inception": "inception crops", "whole": "whole"}
+        operations = {
+            crops.get(self.crop, "timm's crops"): True,
+            "flipped at random": self.flip,
+            f"{self.layers} operations of RandAugment ({self.magnitude:g})": self.layers,
+            self.policy: self.policy,
+            f"jitter {self.jitter:g}": self.jitter,
+            f"erased in part ({self.erase:g})": self.erase,
+            f"noise up to {self.noise:g}": self.noise,
+            f"mixup {self.mixup:g}": self.mixup,
+        }
+        return ", ".join(str(operation) for operation, is_on in operations.items() if is_on)
+
 
 @cache
 def make_transform(augmentation: Augmentation) -> Callable[[Image.Image], Tensor]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dpn_cli.config.paths import CLASS_FOLDERS, IMAGE_FOLDER
 from dpn_cli.config.urls import is_hub, is_shards, is_url
 from dpn_cli.data.decode import DEFAULT_READ_OPTIONS, SUFFIXES, ReadOptions
 from dpn_cli.data.image_errors import report_error
@@ -115,10 +116,7 @@ def _open(source: ImageSource, location: str, split: str) -> tuple[LabelledImage
         return hub, hub.classes or number_classes(hub, location)
     root = resolve_folder(location)
     if isinstance(root, Path) and not root.is_dir():
-        raise DataError(
-            f"--data {location}: no such folder; it holds train/CLASS/IMAGE.jpg and val/CLASS/IMAGE.jpg. "
-            "'demo' is the built-in data, hf:OWNER/NAME a hub data set, wds:PATTERN webdataset shards"
-        )
+        raise DataError(f"--data {location}: {CLASS_FOLDERS}")
     if isinstance(root, RemotePath) or is_pack(root):
         splits = read_manifest(root)["splits"]
         alone = source.val_location is not None and split == "val" and len(splits) == 1
@@ -179,10 +177,7 @@ def open_unlabelled(source: ImageSource) -> LabelledImages:
         split, _ = open_split(source, "train", unlabelled=True)
     else:
         if not root.is_dir():
-            raise DataError(
-                f"--data {location}: no such folder; pass a folder of images, 'demo' for the built-in ones, "
-                "hf:OWNER/NAME or wds:PATTERN"
-            )
+            raise DataError(f"--data {location}: {IMAGE_FOLDER}")
         split = FolderImages(root / (_find_folder(root, "train") or ""))
     if not len(split.labels):
         raise DataError(f"--data {location}: no image in it or below it ({', '.join(sorted(SUFFIXES))})")

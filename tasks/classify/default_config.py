@@ -73,8 +73,5 @@ def choose_config(source: str, config_file: str | None, paper: str, own_config: 
     names_config = config_file is not None and "about" in read_config(config_file)
     if names_config or is_imagenet(source):
         return paper
-    log(
-        f"--data {source} is not ImageNet: using config {own_config} (full images, no flip, no augmentation); "
-        f"the paper's is --config {paper}"
-    )
+    log(f"--data {source} is not ImageNet: using config {own_config}; the paper's is --config {paper}")
     return own_config

@@ -194,6 +194,11 @@ class _ClassifierTraining:
         reading = data.val.reading
         self.classifier = Classifier(self.model, data.classes, config.loss, side, {}, reading.decoder, reading.exif)
 
+        console.info(
+            f"training images: {augmentation_of(config, self.model).describe()}; evaluated images: "
+            f"{self.classifier.preparation}"
+        )
+
     def job(self, outputs: engine.Outputs) -> engine.TrainJob:
         """Return the engine's job."""
         config, data, world, model = self.config, self.data, self.world, self.model

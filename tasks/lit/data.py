@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dpn_cli.config.paths import CAPTIONS
 from dpn_cli.config.urls import is_hub, is_shards
 from dpn_cli.data.decode import DEFAULT_READ_OPTIONS, ReadOptions
 from dpn_cli.data.sources import synthetic
@@ -98,10 +99,7 @@ def _open(source: CaptionSource, split: str) -> CaptionedImages:
     if path.is_dir():
         return read_folder(path, source.image_column, source.caption_column, source.skip_bad)
     if not path.is_file():
-        raise DataError(
-            f"--data {location}: no such file or folder; pass a .csv or .tsv with file and caption, COCO's captions "
-            ".json, a folder of images with .txt next to them, wds:PATTERN, hf:OWNER/NAME, or demo"
-        )
+        raise DataError(f"--data {location}: {CAPTIONS}")
     if path.suffix == ".json":
         return read_coco(path, root, KARPATHY[split] if find_splits_in_file(path) else None, source.skip_bad)
     return read_table(path, root, source.image_column, source.caption_column, source.skip_bad)

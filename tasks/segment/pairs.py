@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from dpn_cli.config.paths import MASK_FOLDERS
 from dpn_cli.config.urls import is_hub
 from dpn_cli.data.decode import SUFFIXES, Pixels, ReadOptions, decode, file_size, open_image
 from dpn_cli.data.file_index import find_files
@@ -281,10 +282,7 @@ def _open_pairs(data: MaskData, split: str) -> Pairs:
         return HubPairs(source, split, data.image_column, data.mask_column)
     root = Path(source).expanduser()
     if not root.is_dir():
-        raise DataError(
-            f"--data {source}: no such folder; it holds images/{{training,validation}} and "
-            "annotations/{training,validation}. 'demo' is the built-in data, hf:OWNER/NAME a hub data set"
-        )
+        raise DataError(f"--data {source}: {MASK_FOLDERS}")
     return FolderPairs(root, SPLITS[split])
 
 

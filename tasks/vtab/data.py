@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from dpn_cli.config.paths import TASK_FOLDERS
 from dpn_cli.config.urls import is_hub
 from dpn_cli.data.decode import ReadOptions
 from dpn_cli.data.image_errors import report_error
@@ -86,10 +87,7 @@ def _open_split(data: VtabData, task: Task, split: str) -> LabelledImages:
         )
     root = Path(source).expanduser()
     if not root.is_dir():
-        raise DataError(
-            f"--data {source}: no such folder; it holds one folder per task, e.g. {root / task.folder}. "
-            "'demo' is the built-in data, hf:OWNER/NAME a hub data set"
-        )
+        raise DataError(f"--data {source}: {TASK_FOLDERS}")
     if not (root / task.folder).is_dir():
         raise DataError(f"{root / task.folder}: missing, needed for {task.name}; get it, or choose other --tasks")
     return FileList(root / task.folder, split)

@@ -13,6 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from dpn_cli.cli import COMMANDS
+from dpn_cli.commands import train
 from dpn_cli.config.load import read_config, shipped_configs
 from support.cli import run_dpn
 from support.goldens import GOLDENS
@@ -261,7 +262,7 @@ WRONG = [
     ),
     (["--tasks", "svnh"], 2, "choose from all, natural"),
     (["--set", "optim.lrr=1"], 2, "optim.lrr: unknown key"),
-    (["--arch", "B/32", "--data", "nowhere"], 2, "no weights were given. Ways out"),
+    (["--arch", "B/32", "--data", "."], 2, "no weights were given. Ways out"),
     (["--checkpoint", "none", "--data", "nowhere", "--arch", "mu/8"], 3, "no such folder"),
     (["--checkpoint", "missing.npz", "--data", "demo", "--arch", "mu/8"], 3, "no such file"),
     (["--checkpoint", PLAIN, "--stem", "dpn", "--image-size", "32"], 2, "has stem 'none'"),
@@ -292,3 +293,30 @@ def test_an_unknown_command_names_the_nearest() -> None:
     process = dpn("finetune", "vtb")
     assert process.returncode == 2
     assert "vtab" in process.stderr
+
+
+NOWHERE = [
+    ("finetune vtab", "--data nowhere: no such folder; it holds one folder per task"),
+    ("finetune highres", "--data nowhere: no such folder; it holds train/CLASS/IMAGE.jpg"),
+    ("pretrain", "--data nowhere: no such folder; it holds train/CLASS/IMAGE.jpg"),
+    ("pretrain --val-data", "--val-data nowhere: no such folder; it holds train/CLASS/IMAGE.jpg"),
+    ("lit train", "--data nowhere: no such file or folder; pass a .csv or .tsv"),
+    ("segment ade20k", "--data nowhere: no such folder; it holds images/{training,validation}"),
+    ("segment folder", "--data nowhere: no such folder; it holds images/{training,validation}"),
+    ("distill", "--data nowhere: no such folder; pass a folder of images"),
+]
+
+
+@pytest.mark.parametrize(("command", "message"), NOWHERE)
+def test_data_that_do_not_exist_are_named_before_anything_is_loaded(
+    command: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "load_trainer", None)  # which loads torch
+    words, val_option, _ = command.partition(" --val-data")
+    data = ["--data", "demo", "--val-data", "nowhere"] if val_option else ["--data", "nowhere"]
+    result = run_dpn(*words.split(), *data, "-o", "run")
+    assert result.exit_code == 3, result.output
+    assert f"error: {message}" in result.stderr.replace("\n", " ")
+    assert "run folder" not in result.stderr
+    assert not Path("run").exists()

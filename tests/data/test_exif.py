@@ -79,12 +79,15 @@ def test_a_training_turns_images_and_so_does_all_that_uses_it(image: Image.Image
         with Image.open(path) as photo:
             stored(path, photo.convert("RGB").transpose(Image.Transpose.ROTATE_90), 6)
     base = ["pretrain", "--data", str(data), "--val-fraction", "0.5", "--arch", "mu/8", "--image-size", "16"]
-    base += ["--steps", "1", "-b", "4", "-j", "0", "--no-report"]
+    base += ["--steps", "1", "-b", "4", "-j", "0", "--no-report", "--jitter", "0.2"]
     predictions = []
     for name, flags in (("upright", []), ("stored", ["--no-exif"])):
         trained = run_dpn(*base, *flags, "-o", str(tmp_path / name))
         assert trained.exit_code == 0, trained.output
         counted = "3 of 16 inspected images are stored turned, by their EXIF orientation, and "
+        turned = "" if flags else "turned as its EXIF orientation says, "
+        prepared = f"training images: whole, jitter 0.2; evaluated images: {turned}resized whole to 16 x 16"
+        assert prepared in trained.stderr.replace("\n", " ")
         assert counted + ("stay so" if flags else "are turned") in trained.stderr.replace("\n", " ")
         for reading in ([], ["--exif"], ["--no-exif"]):
             predicted = run_dpn("predict", str(tmp_path / name), str(data), "--json", *reading)

@@ -111,7 +111,7 @@ def shown(*command: str) -> tuple[dict[str, Any], str]:
 )
 def test_own_images_are_shown_whole_and_unmirrored(command: list[str], config: str, folder: Path) -> None:
     plain, message = shown(*command, "--data", str(folder))
-    assert f"using config {config} " in message
+    assert f"using config {config};" in message
     assert (plain["data"]["crop"], plain["data"]["flip"]) == ("whole", False)
     assert (plain["batch_size"], plain["loss"], plain["head_bias"]) == (64, "softmax", None)
     assert plain["backbone"]["pre_logits"] is None
