@@ -7,11 +7,8 @@ shorter side has 256 pixels, as ImageNet-C's, and shrink with smaller images.
 
 from __future__ import annotations
 
-import hashlib
 import io
-import os
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,11 +16,8 @@ import numpy.typing as npt
 from PIL import Image
 from scipy import ndimage, signal
 
-from dpn_cli.config.shift_options import SEVERITIES, SHIFTS
-from dpn_cli.data.crops import scale_to_short_side
+from dpn_cli.config.shift_options import SHIFTS
 from dpn_cli.data.decode import Pixels
-from dpn_cli.data.sources.base import Images, LabelledImages, ShardIndex
-from dpn_cli.engine.seeds import fold
 
 Floats = npt.NDArray[np.float64]
 # Shorter side in pixels to which the levels refer: ImageNet-C's images are resized to it before their crop.
@@ -236,57 +230,6 @@ def shift_pixels(
     shifted = apply(pixels / 255, levels[severity - 1], scale, rng)
     # Truncated, as in the reference; the small addend keeps whole numbers whole.
     return (np.clip(shifted, 0, 1) * 255 + 1e-9).astype(np.uint8)
-
-
-class ShiftedImages(Images):
-    """A split under a shift: each image is reduced to a shorter side of `side` pixels at most, and shifted.
-
-    The random numbers of an image depend on `seed`, the shift, the severity and the image's name alone. The severity 0
-    leaves images as they are, but for their size.
-    """
-
-    def __init__(self, split: LabelledImages, name: str, severity: int, side: int, seed: int = 0) -> None:
-        self.split, self.name, self.severity, self.side, self.seed = split, name, severity, side, seed
-        self.reading, self.labels, self.sizes = split.reading, split.labels, split.sizes
-
-    @property
-    def shards(self) -> ShardIndex | None:
-        """Return the file of each image; None for images in files of their own."""
-        return self.split.shards
-
-    @cached_property
-    def _stream(self) -> int:
-        return list(SHIFTS).index(self.name) * len(SEVERITIES) + self.severity
-
-    def locate(self, index: int) -> str:
-        """Name the location of an image for messages."""
-        return self.split.locate(index)
-
-    def key(self, index: int) -> str:
-        """Return the name of an image inside the data set."""
-        return self.split.key(index)
-
-    def open(self, index: int) -> Image.Image:
-        """Open the image without the shift, not decoded yet."""
-        return self.split.open(index)
-
-    def pixels(self, index: int) -> Pixels:
-        """Decode an image and shift it. Raises `DataError` with its location when it is unreadable."""
-        pixels = reduce_to(self.split.pixels(index), self.side)
-        if not self.severity:
-            return pixels
-        digest = hashlib.blake2b(os.fsencode(self.key(index)), digest_size=7).digest()
-        rng = np.random.Generator(np.random.PCG64(fold(self.seed, self._stream, int.from_bytes(digest))))
-        return shift_pixels(pixels, self.name, self.severity, rng)
-
-
-def reduce_to(pixels: Pixels, side: int) -> Pixels:
-    """Return an image whose shorter side is `side` pixels at most, reduced by averaging."""
-    height, width = pixels.shape[:2]
-    if min(height, width) <= side:
-        return pixels
-    new_height, new_width = scale_to_short_side((height, width), side)
-    return np.asarray(Image.fromarray(pixels).resize((new_width, new_height), Image.Resampling.BOX))
 
 
 def _to_pil(image: Floats) -> Image.Image:

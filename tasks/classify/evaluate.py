@@ -13,10 +13,12 @@ from torch import Tensor
 
 from dpn_cli.data.image_source import ImageSource
 from dpn_cli.data.leakage import Overlap, count_overlap
+from dpn_cli.data.shifted_images import ShiftedImages, shift_side
 from dpn_cli.data.sources.base import LabelledImages, fingerprint
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
 from dpn_cli.metrics import Scores, score
+from dpn_cli.report.shift_scores import count_passes, describe_shifts, save_shifts, score_shifts
 from dpn_cli.run import distributed, signals
 from dpn_cli.run.console import Console, OnProgress, printable
 from dpn_cli.run.distributed import World, join
@@ -26,7 +28,6 @@ from tasks.classify.classifier import Classifier, compute_logits, load_classifie
 from tasks.classify.eval_splits import open_part, run_source
 from tasks.classify.options import EvalOptions
 from tasks.classify.predictions_file import describe_pairs, save_scores
-from tasks.classify.shift_scores import describe_shifts, save_shifts, score_shifts
 
 
 def evaluate(options: EvalOptions, console: Console) -> dict[str, Any] | None:
@@ -70,7 +71,13 @@ def evaluate(options: EvalOptions, console: Console) -> dict[str, Any] | None:
         if options.output_dir and world.leads:
             result |= save_scores(options.output_dir, scores, names, split)
             if options.shift.names:
-                save_shifts(options.output_dir, result["shifts"], split, scores.predictions[0].row)
+                row, seed = scores.predictions[0].row, options.shift.seed
+                side = shift_side(classifier.model.config.image_size, classifier.resize_side)
+                save_shifts(
+                    options.output_dir,
+                    result["shifts"],
+                    lambda name, severity: ShiftedImages(split, name, severity, side, seed).pixels(row),
+                )
             replace_json(options.output_dir / "result.json", result)
         distributed.barrier()
         return result if world.leads else None
@@ -140,17 +147,18 @@ def _score_shifts(
     console: Console,
 ) -> dict[str, Any]:
     """Return the scores of the classifier, and of the baseline, under shifts. Raises as `evaluate` does."""
-    shift = options.shift
+    shift, side = options.shift, shift_side(classifier.model.config.image_size, classifier.resize_side)
     classifiers, columns_by_network = {options.network: classifier}, {options.network: columns}
     if shift.baseline:
         size = classifier.model.config.image_size
         baseline = load_classifier(shift.baseline, size if options.image_size else None, "dpn eval")
         classifiers[shift.baseline] = baseline
         columns_by_network[shift.baseline] = match_classes(baseline.classes, names)
-    passes = len(classifiers) * (1 + len(shift.names) * len(shift.severities))
+    passes = count_passes(len(classifiers), shift)
     with console.counting("shifts", passes * world.share(len(split.labels))) as on_progress:
 
-        def top1(network: str, shifted: LabelledImages) -> float:
+        def top1(network: str, name: str, severity: int) -> float:
+            shifted = ShiftedImages(split, name, severity, side, shift.seed)
             scores = _score(
                 classifiers[network],
                 shifted,
@@ -162,7 +170,7 @@ def _score_shifts(
             )
             return scores.top1
 
-        return score_shifts(classifiers, split, shift, top1)
+        return score_shifts(list(classifiers), shift, top1, "top1", side)
 
 
 def _result(

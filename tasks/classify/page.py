@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dpn_cli.config.shift_options import SHIFTS
 from dpn_cli.report.confusions import MOST_DRAWN, MOST_NAMED, confusion_chart
 from dpn_cli.report.content import (
     BarChart,
@@ -22,6 +21,7 @@ from dpn_cli.report.content import (
     TextBlock,
 )
 from dpn_cli.report.reading import Json, RunRecord
+from dpn_cli.report.shift_section import shift_sections
 from dpn_cli.run.baseline_warnings import result_warning
 from dpn_cli.statistics import wilson_interval
 from tasks.classify.calibration import (
@@ -57,8 +57,7 @@ def findings(run: RunRecord, prefix: str) -> Findings:
         from dpn_cli.data.leakage import Overlap  # loads torch
 
         warnings.append(Overlap(**overlap).warning())
-    shifts = _shift_sections(run, prefix) if "shifts" in result else []
-    sections = [PageSection("Scores", _scores(result, images)), *shifts, *sections]
+    sections = [PageSection("Scores", _scores(result, images)), *shift_sections(run, prefix), *sections]
     scores = {"": {run.seed: result["top1"]}}
     return Findings("top-1", scores, sections, WATCHED, [line for line in warnings if line])
 
@@ -80,48 +79,6 @@ def _scores(result: Json, images: int) -> list[Part]:
     if "ece" in result:
         rows.append(["expected calibration error in points", result["ece"]])
     return [Table("Validation images" if "floors" in result else "Scored images", ("", ""), rows, name="scores")]
-
-
-def _shift_sections(run: RunRecord, prefix: str) -> list[PageSection]:
-    """Return the accuracies under shifts as charts and a table, and an image under every shift.
-
-    There is a chart for each kind of shift, and for each shift where two networks are compared.
-    """
-    shifts = run.result["shifts"]
-    networks, severities, several = shifts["networks"], shifts["severities"], len(shifts["networks"]) > 1
-    names = list(next(iter(networks.values()))["scores"])
-    parts: list[Part] = []
-    groups = {name: [name] for name in names} if several else _group_by_kind(names)
-    for group, shift_names in groups.items():
-        series = [
-            Series(network if several else name, [0, *severities], [result["clean"], *result["scores"][name]])
-            for name in shift_names
-            for network, result in networks.items()
-        ]
-        title = f"Accuracy under shifts: {group.replace('_', ' ')}"
-        parts.append(LineChart(f"{prefix}shifts_{group}", title, "severity, 0 is unshifted", "top-1 in %", series))
-    rows: list[list[Cell]] = [
-        [network, name, *result["scores"][name], result["means"][name]]
-        + ([shifts["mce"]["errors"][name] if network == next(iter(networks)) else None] if several else [])
-        for network, result in networks.items()
-        for name in names
-    ]
-    columns = ["network", "shift", *map(str, severities), "mean", *(["relative error in %"] if several else [])]
-    note = f"Top-1 in %; images were reduced to a shorter side of {shifts['side']} pixels at most."
-    if several and shifts["mce"]["mce"] is not None:
-        note += f" mCE: {shifts['mce']['mce']:.1f} % of the second network's errors, without frost."
-    parts.append(Table("Accuracy under shifts", columns, rows, note, name="shifts"))
-    files = [(name, run.path / "shifts" / f"{name}.jpg") for name in ("clean", *names)]
-    images = [PageImage(path.read_bytes(), [name]) for name, path in files if path.is_file()]
-    gallery = [Gallery(f"One image under every shift, severity {severities[-1]}", images)] if images else []
-    return [PageSection("Shifts", [*parts, *gallery])]
-
-
-def _group_by_kind(names: Sequence[str]) -> dict[str, list[str]]:
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(SHIFTS[name], []).append(name)
-    return groups
 
 
 def _prediction_sections(run: RunRecord, prefix: str) -> tuple[list[PageSection], list[str]]:

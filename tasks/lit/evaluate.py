@@ -13,6 +13,7 @@ from dpn_cli.data.sources.base import LabelledImages, fingerprint
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
 from dpn_cli.metrics import Scores
+from dpn_cli.report.shift_scores import describe_shifts
 from dpn_cli.run import signals
 from dpn_cli.run.console import Console, count_noun
 from dpn_cli.run.distributed import World, join
@@ -24,6 +25,7 @@ from tasks.lit.options import LitEvalOptions
 from tasks.lit.page_samples import NearestImages, save_prompts
 from tasks.lit.towers import Towers, load_towers
 from tasks.lit.zeroshot import check_order, class_names, classifier_of, classify, prompt_set
+from tasks.lit.zeroshot_shifts import score_zeroshot_shifts
 
 Json = dict[str, Any]
 
@@ -76,6 +78,8 @@ def zeroshot(towers: Towers, options: LitEvalOptions, reading: ReadOptions, worl
     if options.output_dir and world.leads:
         save_prompts(options.output_dir, split, nearest, best)
     result = _zeroshot_result(scores, split, names, origin, prompts, templates)
+    if options.shift.names:
+        result["shifts"] = score_zeroshot_shifts(towers, options, split, names, templates, world, console)
     return {"split": options.split or "val", "trained_on": overlap.to_dict() if overlap else None, **result}
 
 
@@ -154,6 +158,7 @@ def describe_scores(result: Json) -> str:
     """Return the result as text."""
     overlap_warning = result["trained_on"] and Overlap(**result["trained_on"]).warning()
     warned = f"\nWARNING: {overlap_warning}" if overlap_warning else ""
+    shifts = ["", *describe_shifts(result["shifts"])] if "shifts" in result else []
     if "retrieval" in result:
         part = f"{result['part']}: " if result["part"] else ""
         return part + describe_retrieval(result["retrieval"]) + warned
@@ -164,4 +169,5 @@ def describe_scores(result: Json) -> str:
         f"{result['classes']} classes (chance {result['chance']:.2f} %{skipped})\n"
         f"prompts {prompts['set']} ({prompts['templates']}), {result['class_names']}, {result['tokenizer']['name']}"
         + warned
+        + "\n".join(shifts)
     )

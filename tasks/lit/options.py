@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
+from pydantic import model_validator
+
 from dpn_cli.config.inference import EvaluationOptions, ImageFileOptions
 from dpn_cli.config.option import DATA, MODEL, OUTPUT, argument, flag
 from dpn_cli.config.schema import (
@@ -19,6 +21,7 @@ from dpn_cli.config.schema import (
     Section,
     SkipBadImages,
 )
+from dpn_cli.config.shift_options import ShiftOptions
 from tasks.lit.config import CACHE_DIR, CAPTION_COLUMN, IMAGES, SKIP_BAD
 
 RUN = argument("A run's folder, an export's, or its weights.safetensors.")
@@ -75,9 +78,16 @@ class LitEvalOptions(EvaluationOptions):
     label_column: LabelColumn = None
     caption_column: Annotated[str | None, CAPTION_COLUMN] = None
     skip_bad_images: SkipBad = False
+    shift: ShiftOptions = ShiftOptions()
     force: Annotated[bool, flag("--force", help="Print an accuracy that is not above chance.", panel=DATA)] = False
     cache_dir: CacheDir = None
     batch_size: ForwardBatchSize = 64
+
+    @model_validator(mode="after")
+    def _shifts_fit(self) -> LitEvalOptions:
+        if self.shift.names and self.captioned:
+            raise ValueError("--shifts: of zero-shot accuracy alone; pass labelled images as --data")
+        return self
 
     @property
     def captioned(self) -> bool:

@@ -20,6 +20,7 @@ from dpn_cli.report.content import (
     TextBlock,
 )
 from dpn_cli.report.reading import Json, RunRecord
+from dpn_cli.report.shift_section import shift_sections
 from dpn_cli.run.baseline_warnings import result_warning
 from dpn_cli.run.files import read_object
 
@@ -55,6 +56,7 @@ def findings(run: RunRecord, prefix: str) -> Findings:
         metric, score = "image to text R@1", retrieval["image_to_text@1"]
     scores = {} if score is None else {"": {run.seed: score}}
     sections += [
+        *shift_sections(run, prefix),
         *_similarities(run.path, prefix),
         *_nearest_images(run.path, "captions"),
         *_nearest_images(run.path, "prompts"),

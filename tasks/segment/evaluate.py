@@ -7,6 +7,7 @@ from typing import Any
 from dpn_cli.config.schema import Runtime
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
+from dpn_cli.report.shift_scores import count_passes, describe_shifts, save_shifts
 from dpn_cli.run import distributed, signals
 from dpn_cli.run.console import Console, OnProgress, ignore_progress
 from dpn_cli.run.distributed import World, join
@@ -19,6 +20,7 @@ from tasks.segment.page_samples import save_samples
 from tasks.segment.pairs import Pairs, fingerprint, open_pairs
 from tasks.segment.palette import class_list_path, classes_of
 from tasks.segment.preflight import check_masks
+from tasks.segment.shifted_pairs import ShiftedPairs, score_segmenters
 
 
 def evaluation_of(options: SegmentEvalOptions, run_evaluation: Evaluation) -> Evaluation:
@@ -65,11 +67,40 @@ def evaluate(options: SegmentEvalOptions, console: Console) -> dict[str, Any] | 
             "classes": len(segmenter.classes),
             **score_facts,
         }
+        if options.shift.names:
+            result["shifts"] = _score_shifts(options, segmenter, pairs, world, console)
         if options.output_dir and world.leads:
+            if options.shift.names:
+                save_shifts(
+                    options.output_dir,
+                    result["shifts"],
+                    lambda name, severity: ShiftedPairs(pairs, name, severity, options.shift.seed).load(0)[0],
+                )
             replace_json(options.output_dir / "result.json", result)
             save_samples(options.output_dir, segmenter, pairs, scores, evaluation, runtime, world)
         distributed.barrier()
         return result if world.leads else None
+
+
+def _score_shifts(
+    options: SegmentEvalOptions, segmenter: Segmenter, pairs: Pairs, world: World, console: Console
+) -> dict[str, Any]:
+    """Return the mIoU of the segmenter, and of the baseline, under shifts. Raises as `evaluate` does."""
+    segmenters = {options.run: segmenter}
+    if options.shift.baseline:
+        baseline = load_segmenter(options.shift.baseline, "dpn segment eval")
+        if baseline.classes != segmenter.classes:
+            raise DataError(f"--baseline {options.shift.baseline}: its classes are not those of {options.run}")
+        baseline.network.to(world.device)
+        segmenters[options.shift.baseline] = baseline
+    passes = count_passes(len(segmenters), options.shift)
+    with console.counting("shifts", passes * world.share(len(pairs))) as on_progress:
+
+        def miou(own: Segmenter, shifted: Pairs) -> float:
+            evaluation = evaluation_of(options, own.evaluation)
+            return score_once(own, shifted, evaluation, options.runtime, world, on_progress).miou
+
+        return score_segmenters(segmenters, pairs, options.shift, miou)
 
 
 def score_once(
@@ -123,10 +154,11 @@ def describe_scores(result: dict[str, Any]) -> str:
     )
     settings += ["flip"] if evaluation["flip"] else []
     unseen_classes = result["classes"] - result["classes_seen"]
-    return (
+    line = (
         f"validation: mIoU {result['miou']:.2f} %, pixel accuracy {result['pixel_accuracy']:.2f} %, mean accuracy "
         f"{result['mean_accuracy']:.2f} % ({result['images']} images, {', '.join(settings)}; all pixels of the most "
         f"frequent class: mIoU {result['majority_miou']:.2f} %)"
         + (f"; resized: mIoU {result['resized']['miou']:.2f} %" if "resized" in result else "")
         + (f"; {unseen_classes} of {result['classes']} classes do not occur" if unseen_classes else "")
     )
+    return "\n".join([line, *(describe_shifts(result["shifts"]) if "shifts" in result else [])])

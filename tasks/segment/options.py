@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from dpn_cli.config.inference import EvaluationOptions, ImageFileOptions
 from dpn_cli.config.option import DATA, OUTPUT, argument, flag
 from dpn_cli.config.schema import FORWARD_BATCH_SIZE, DataLocation, Positive, Side
+from dpn_cli.config.shift_options import ShiftOptions
 
 # Segmenter's test scales (arXiv 2105.05633), each plain and mirrored.
 MULTI_SCALE = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)
@@ -60,6 +61,7 @@ class SegmentEvalOptions(EvaluationOptions):
             panel=DATA,
         ),
     ] = False
+    shift: ShiftOptions = ShiftOptions()
     batch_size: Windows = None
 
 

@@ -21,6 +21,7 @@ from dpn_cli.report.content import (
     TextBlock,
 )
 from dpn_cli.report.reading import RunRecord
+from dpn_cli.report.shift_section import shift_sections
 from dpn_cli.run.baseline_warnings import result_warning
 from dpn_cli.run.files import read_object
 
@@ -57,6 +58,7 @@ def findings(run: RunRecord, prefix: str) -> Findings:
         warning = result_warning("validation mIoU", result["miou"], floor)
     sections = [
         PageSection("Scores", [Table("Validation images", ("", ""), rows, name="scores")]),
+        *shift_sections(run, prefix),
         PageSection("Classes", _classes(run.path / "per_class.csv", prefix)),
         *_confusions(run.path, prefix),
         *_images(run.path),

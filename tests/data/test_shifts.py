@@ -12,7 +12,8 @@ from numpy.testing import assert_array_equal
 from PIL import Image
 
 from dpn_cli.config.shift_options import IMAGENET_C, SEVERITIES, SHIFTS, ShiftOptions
-from dpn_cli.data.shifts import FULL_WELL, READ_NOISE, ShiftedImages, reduce_to, shift_pixels
+from dpn_cli.data.shifted_images import ShiftedImages, reduce_to
+from dpn_cli.data.shifts import FULL_WELL, READ_NOISE, shift_pixels
 from dpn_cli.data.sources.base import Images
 from support.goldens import Arrays
 

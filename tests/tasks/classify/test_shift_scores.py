@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from dpn_cli.report.shift_scores import relative_errors
 from dpn_cli.weights.backbone import load_backbone
 from support.backbones import perturb
 from support.cli import run_dpn
 from support.images import write_class_folders
 from tasks.classify.classifier import Classifier, load_classifier, save_classifier
-from tasks.classify.shift_scores import relative_errors
 
 
 def write_classifier(path: Path, stem: Any, seed: int) -> Path:
@@ -70,7 +70,7 @@ def test_the_page_has_charts_of_both_networks_and_examples(
     run_dpn(*command)
     run_dpn("report", str(report), "-o", str(tmp_path / "page"))
     page = (tmp_path / "page/report.html").read_text()
-    assert "Accuracy under shifts: gaussian noise" in page
+    assert "top-1 under shifts: gaussian noise" in page
     assert "One image under every shift, severity 5" in page
     with (tmp_path / "page/figures/shifts_gain.csv").open(newline="") as file:
         rows = list(csv.reader(file))

@@ -1,69 +1,63 @@
-"""Accuracy of a classifier under shifts of the data, and its error relative to a baseline (mCE of ImageNet-C)."""
+"""Scores of networks under shifts of the data, and errors relative to a baseline (mCE of ImageNet-C)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 from dpn_cli.config.shift_options import IMAGENET_C, SHIFTS, ShiftOptions
-from dpn_cli.data.shifts import ShiftedImages
-from dpn_cli.data.sources.base import LabelledImages
+from dpn_cli.data.decode import Pixels
 from dpn_cli.report.content import Rows
 from dpn_cli.report.tables import as_csv
 from dpn_cli.report.thumbnails import thumbnail
 from dpn_cli.run.files import replace_file, replace_text
-from tasks.classify.classifier import Classifier, resize_for
 
-# File of the scores, and its columns.
+# File of the scores.
 SHIFTS_FILE = "shifts.csv"
-COLUMNS = ("network", "shift", "kind", "severity", "top1")
 # The row of unshifted images, and the folder of an image under every shift.
 CLEAN, EXAMPLES = "clean", "shifts"
+Metric = Literal["top1", "miou"]
+METRICS: dict[Metric, str] = {"top1": "top-1", "miou": "mIoU"}
 Json = dict[str, Any]
-# Scores a split with the classifier of a name: the percentage of right images.
-Top1 = Callable[[str, LabelledImages], float]
+# Scores a network in percent under a shift and a severity; the severity 0 leaves images as they are.
+Score = Callable[[str, str, int], float]
 
 
 def score_shifts(
-    classifiers: Mapping[str, Classifier], split: LabelledImages, options: ShiftOptions, top1: Top1
+    networks: Sequence[str], options: ShiftOptions, score: Score, metric: Metric, side: int | None
 ) -> Json:
-    """Score classifiers, by name, on the same shifted images.
+    """Score networks on the same shifted images, which are reduced to a shorter side of `side` pixels at most.
 
-    All read images of the same size: reduced to the shorter side of the first one, before its crop. Returns the
-    percentages of right images: ``clean``, ``scores`` by shift in the order of ``severities``, ``means``, and for a
-    second classifier ``mce``, the errors of the first one relative to it.
+    Returns the scores in percent: ``clean``, ``scores`` by shift in the order of ``severities``, ``means``, and for a
+    second network ``mce``, the errors of the first one relative to it.
     """
-    side = shift_side(next(iter(classifiers.values())))
-    networks: dict[str, Json] = {}
-    for name in classifiers:
+    results: dict[str, Json] = {}
+    for network in networks:
         scores = {
-            shift: [
-                top1(name, ShiftedImages(split, shift, severity, side, options.seed)) for severity in options.severities
-            ]
-            for shift in options.names
+            shift: [score(network, shift, severity) for severity in options.severities] for shift in options.names
         }
-        clean = top1(name, ShiftedImages(split, options.names[0], 0, side, options.seed))
-        networks[name] = {
-            "clean": clean,
+        results[network] = {
+            "clean": score(network, options.names[0], 0),
             "scores": scores,
             "means": {shift: fmean(row) for shift, row in scores.items()},
         }
-    first, *others = networks.values()
+    first, *others = results.values()
     return {
+        "metric": metric,
         "side": side,
         "seed": options.seed,
         "severities": list(options.severities),
-        "networks": networks,
+        "networks": results,
         "mce": relative_errors(first["scores"], others[0]["scores"]) if others else None,
     }
 
 
-def shift_side(classifier: Classifier) -> int:
-    """Return the shorter side in pixels to which images are reduced before a shift: what the classifier crops from."""
-    return classifier.resize_side or resize_for(classifier.model.config.image_size)
+def count_passes(networks: int, options: ShiftOptions) -> int:
+    """Return how often each image is scored."""
+    return networks * (1 + len(options.names) * len(options.severities))
 
 
 def relative_errors(scores: Mapping[str, list[float]], baseline: Mapping[str, list[float]]) -> Json:
@@ -74,8 +68,8 @@ def relative_errors(scores: Mapping[str, list[float]], baseline: Mapping[str, li
     baseline has none.
     """
     errors = {
-        name: 100 * sum(100 - top1 for top1 in row) / total
-        if (total := sum(100 - top1 for top1 in baseline[name]))
+        name: 100 * sum(100 - score for score in row) / total
+        if (total := sum(100 - score for score in baseline[name]))
         else None
         for name, row in scores.items()
     }
@@ -83,35 +77,34 @@ def relative_errors(scores: Mapping[str, list[float]], baseline: Mapping[str, li
     return {"errors": errors, "mce": fmean(corruptions) if corruptions else None}
 
 
-def save_shifts(folder: Path, shifts: Json, split: LabelledImages, row: int) -> None:
+def save_shifts(folder: Path, shifts: Json, example: Callable[[str, int], Pixels]) -> None:
     """Write the scores as CSV, one row per network, shift and severity, and an image under every shift for a page.
 
-    The image is that of `row`, at the highest severity. Images of an earlier evaluation are deleted. Raises
-    `SaveError`.
+    `example` returns the image under a shift and a severity; the highest severity is saved. Images of an earlier
+    evaluation are deleted. Raises `SaveError`.
     """
-    rows: Rows = [list(COLUMNS)]
+    rows: Rows = [["network", "shift", "kind", "severity", shifts["metric"]]]
     for network, result in shifts["networks"].items():
         rows.append([network, CLEAN, "", 0, result["clean"]])
         rows += [
-            [network, shift, SHIFTS[shift], severity, top1]
+            [network, shift, SHIFTS[shift], severity, score]
             for shift, scores in result["scores"].items()
-            for severity, top1 in zip(shifts["severities"], scores, strict=True)
+            for severity, score in zip(shifts["severities"], scores, strict=True)
         ]
     replace_text(folder / SHIFTS_FILE, as_csv(rows))
     for path in (folder / EXAMPLES).glob("*.jpg"):
         path.unlink()
     names = list(next(iter(shifts["networks"].values()))["scores"])
     for name, severity in {CLEAN: 0, **dict.fromkeys(names, shifts["severities"][-1])}.items():
-        shifted = ShiftedImages(split, name if severity else names[0], severity, shifts["side"], shifts["seed"])
-        image = thumbnail(shifted.pixels(row))
+        image = thumbnail(example(name if severity else names[0], severity))
         replace_file(folder / EXAMPLES / f"{name}.jpg", partial(Path.write_bytes, data=image))
 
 
 def describe_shifts(shifts: Json) -> list[str]:
     """Return the scores as lines of text: a table for each network, and the relative errors."""
-    severities, lines = shifts["severities"], []
+    metric, severities, lines = METRICS[shifts["metric"]], shifts["severities"], []
     for network, result in shifts["networks"].items():
-        lines.append(f"{network}: top-1 in % under shifts, by severity (clean {result['clean']:.2f})")
+        lines.append(f"{network}: {metric} in % under shifts, by severity (clean {result['clean']:.2f})")
         header = "".join(f"{severity:>8}" for severity in severities)
         lines.append(f"  {'shift':<18}{header}{'mean':>8}")
         for shift, row in result["scores"].items():

@@ -1,0 +1,57 @@
+"""The section of a page about scores under shifts of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dpn_cli.config.shift_options import SHIFTS
+from dpn_cli.report.content import Cell, Gallery, LineChart, PageImage, PageSection, Part, Series, Table
+from dpn_cli.report.reading import RunRecord
+from dpn_cli.report.shift_scores import CLEAN, EXAMPLES, METRICS
+
+
+def shift_sections(run: RunRecord, prefix: str) -> list[PageSection]:
+    """Return the scores under shifts as charts and a table, and an image under every shift.
+
+    There is a chart for each kind of shift, and for each shift where several networks are compared. Without scores
+    under shifts there is no section.
+    """
+    if not (shifts := run.result.get("shifts")):
+        return []
+    metric = METRICS[shifts["metric"]]
+    networks, severities, several = shifts["networks"], shifts["severities"], len(shifts["networks"]) > 1
+    names = list(next(iter(networks.values()))["scores"])
+    parts: list[Part] = []
+    groups = {name: [name] for name in names} if several else _group_by_kind(names)
+    for group, shift_names in groups.items():
+        series = [
+            Series(network if several else name, [0, *severities], [result["clean"], *result["scores"][name]])
+            for name in shift_names
+            for network, result in networks.items()
+        ]
+        title = f"{metric} under shifts: {group.replace('_', ' ')}"
+        parts.append(LineChart(f"{prefix}shifts_{group}", title, "severity, 0 is unshifted", f"{metric} in %", series))
+    rows: list[list[Cell]] = [
+        [network, name, *result["scores"][name], result["means"][name]]
+        + ([shifts["mce"]["errors"][name] if network == next(iter(networks)) else None] if several else [])
+        for network, result in networks.items()
+        for name in names
+    ]
+    columns = ["network", "shift", *map(str, severities), "mean", *(["relative error in %"] if several else [])]
+    note = f"{metric} in %."
+    if shifts["side"]:
+        note += f" Images were reduced to a shorter side of {shifts['side']} pixels at most."
+    if several and shifts["mce"]["mce"] is not None:
+        note += f" mCE: {shifts['mce']['mce']:.1f} % of the second network's errors, without frost."
+    parts.append(Table(f"{metric} under shifts", columns, rows, note, name="shifts"))
+    files = [(name, run.path / EXAMPLES / f"{name}.jpg") for name in (CLEAN, *names)]
+    images = [PageImage(path.read_bytes(), [name]) for name, path in files if path.is_file()]
+    gallery = [Gallery(f"One image under every shift, severity {severities[-1]}", images)] if images else []
+    return [PageSection("Shifts", [*parts, *gallery])]
+
+
+def _group_by_kind(names: Sequence[str]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(SHIFTS[name], []).append(name)
+    return groups
