@@ -25,7 +25,18 @@ from dpn_cli.run.files import real_path
 Pixels = npt.NDArray[np.uint8]
 Decoder = Literal["exact", "pillow"]
 
-SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"}
+SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".avif", ".heic", ".heif"}
+# Endings of formats that not every Pillow reads, with what to install.
+_INSTALLED_READERS = {
+    **dict.fromkeys((".heic", ".heif"), "HEIC needs pillow-heif: pip install pillow-heif"),
+    ".avif": "AVIF needs Pillow 11.3: pip install -U pillow",
+}
+try:
+    import pillow_heif
+except ImportError:
+    pass
+else:
+    pillow_heif.register_heif_opener()
 # Exceptions of Pillow and NumPy for an image that is damaged, missing, or larger than memory.
 DECODE_ERRORS = (OSError, ValueError, SyntaxError, OverflowError, MemoryError, Image.DecompressionBombError)
 
@@ -215,6 +226,8 @@ def _stored_pixels(image: Image.Image) -> Pixels | None:
 
 def unreadable_error(location: str, error: Exception) -> ImageError:
     """Describe a damaged or missing image in one line."""
+    if isinstance(error, UnidentifiedImageError) and (way_out := _INSTALLED_READERS.get(Path(location).suffix.lower())):
+        return ImageError(f"{location}: not a readable image; {way_out}, or convert it to JPEG")
     if isinstance(error, UnidentifiedImageError):
         reason = "of no known format"
     elif isinstance(error, MemoryError):

@@ -32,7 +32,7 @@ SAMPLE = 1000
 # Nanoseconds within which a folder may be written to twice without another date.
 SAME_DATE = 2_000_000_000
 # Part of the name of a kept list: lists of another form are not read.
-FORM = "1"
+FORM = "2"
 
 
 @dataclass

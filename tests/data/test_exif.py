@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, features
 
 from dpn_cli.data.decode import Decoder, ReadOptions, decode, open_image, orientation, read_pixels
 from dpn_cli.data.image_source import ImageSource, open_split
 from dpn_cli.data.sources.folder import ClassFolders
+from dpn_cli.errors import ImageError
 from support.cli import run_dpn
 from support.images import write_class_folders
 
@@ -103,3 +104,17 @@ def test_what_is_opened_turned_is_decoded_once(image: Image.Image, tmp_path: Pat
     split.reading = UPRIGHT
     opened = split.open(0)
     assert np.array_equal(decode(opened, "x"), read_pixels(tmp_path / "a" / "x.jpg", "x", UPRIGHT))
+
+
+def test_photographs_of_other_formats_are_read_or_refused_in_one_line(image: Image.Image, tmp_path: Path) -> None:
+    for suffix in ("heic", "avif"):
+        (tmp_path / f"x.{suffix}").write_bytes(b"no image")
+    with pytest.raises(ImageError, match=r"x\.heic: not a readable image; HEIC needs pillow-heif: pip install"):
+        read_pixels(tmp_path / "x.heic", str(tmp_path / "x.heic"), UPRIGHT)
+    with pytest.raises(ImageError, match=r"x\.avif: not a readable image; AVIF needs Pillow 11.3"):
+        read_pixels(tmp_path / "x.avif", str(tmp_path / "x.avif"), UPRIGHT)
+    if features.check("avif"):
+        (tmp_path / "a").mkdir()
+        image.save(tmp_path / "a/x.avif", quality=100)
+        pixels = ClassFolders(tmp_path).pixels(0)
+        assert np.abs(pixels.astype(int) - np.asarray(image)).mean() < 3
