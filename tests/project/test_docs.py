@@ -157,7 +157,7 @@ def test_readme_can_be_read_in_one_sitting_and_has_the_two_commands() -> None:
     assert len(text.splitlines()) <= 200
     first = next(body for language, body in read_code_blocks(text) if language in SHELL)
     assert [line.split("#")[0].strip() for line in first.splitlines()] == ["make demo", "make test"]
-    assert len(re.findall(r"!\[[^\]]+\]\([^)]+\)", text)) == 3
+    assert len(re.findall(r"!\[[^\]]+\]\([^)]+\)", text)) == 4
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

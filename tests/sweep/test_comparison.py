@@ -205,6 +205,7 @@ def test_a_run_that_has_not_started_uses_the_current_weights(
 ) -> None:
     words = [word for word in commands["highres"] if word not in ("--checkpoint", "none", "-q")]
     photos = tmp_path / "photos"
+    photos.mkdir()  # without images the run ends after it has its folder
     words[words.index("--data") + 1] = str(photos)
     for home, code in (("old", 3), ("new", 0)):
         monkeypatch.setenv("DPN_HOME", str(tmp_path / home))
