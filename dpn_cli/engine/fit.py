@@ -221,6 +221,7 @@ class _Training:
         """Save the state after `step` steps if another rank is lost inside the block.
 
         Rank 0 has the full state, unless the network is sharded, or its running norms have seen part of the next batch.
+        Only the next mean of the loss in the log then lacks the other rank's rows.
         """
         try:
             with distributed.detect_lost_rank():
