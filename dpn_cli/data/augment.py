@@ -119,7 +119,6 @@ class Augmentation:
             f"jitter {self.jitter:g}": self.jitter,
             f"erased in part ({self.erase:g})": self.erase,
             f"noise up to {self.noise:g}": self.noise,
-            f"mixup {self.mixup:g}": self.mixup,
         }
         return ", ".join(str(operation) for operation, is_on in operations.items() if is_on)
 

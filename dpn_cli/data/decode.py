@@ -9,7 +9,7 @@ import stat
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,9 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+
+# The entry of an opened image's `info` that holds the bytes of its file, where opening has decoded it.
+STORED = "stored"
 
 # `open_image` has its own limit, which the user can change; Pillow would warn at half of it.
 Image.MAX_IMAGE_PIXELS = None
@@ -140,10 +143,21 @@ def open_image(
             "--max-pixels, or make it smaller"
         )
     if reading.exif and (turn := _TURNS.get(orientation(image))) is not None:
-        turned = Image.fromarray(decode(image, location, reading.decoder)).transpose(turn)
-        turned.format, turned.info["turned"] = image.format, True
-        return turned
+        return _turn(image, turn, location, reading.decoder)
     return image
+
+
+def _turn(image: Image.Image, turn: Image.Transpose, location: str, decoder: Decoder) -> Image.Image:
+    """Decode an image and turn it. Its stored bytes stay with it, by which a data set knows the image."""
+    try:
+        file: IO[bytes] = vars(image)["fp"]
+        file.seek(0)
+        stored = file.read()
+    except DECODE_ERRORS as error:
+        raise unreadable_error(location, error) from error
+    turned = Image.fromarray(decode(image, location, decoder)).transpose(turn)
+    turned.format, turned.info[STORED] = image.format, stored
+    return turned
 
 
 def orientation(image: Image.Image) -> int:
@@ -167,7 +181,7 @@ def _shrink(image: Image.Image, most: int) -> bool:
 
 def is_stored_turned(image: Image.Image) -> bool:
     """Return whether an opened image is stored in another orientation than its EXIF data give, turned by now or not."""
-    return image.info.get("turned", False) or orientation(image) in _TURNS
+    return STORED in image.info or orientation(image) in _TURNS
 
 
 def decode(image: Image.Image, location: str, decoder: Decoder = "exact") -> Pixels:

@@ -79,7 +79,9 @@ def zeroshot(towers: Towers, options: LitEvalOptions, reading: ReadOptions, worl
         save_prompts(options.output_dir, split, nearest, best)
     result = _zeroshot_result(scores, split, names, origin, prompts, templates)
     if options.shift.names:
-        result["shifts"] = score_zeroshot_shifts(towers, options, split, names, templates, world, console)
+        result["shifts"] = score_zeroshot_shifts(
+            towers, options, split, names, templates, world, console, example_row=best[0][0][1]
+        )
     return {"split": options.split or "val", "trained_on": overlap.to_dict() if overlap else None, **result}
 
 

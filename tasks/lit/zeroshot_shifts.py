@@ -25,10 +25,12 @@ def score_zeroshot_shifts(
     templates: Sequence[str],
     world: World,
     console: Console,
+    example_row: int,
 ) -> dict[str, Any]:
     """Return the zero-shot accuracies of a run, and of the baseline, under shifts; they are written to files, too.
 
-    Both classify by the same names and templates. Raises as `load_towers` does.
+    Both classify by the same names and templates. The files hold the image of `example_row` under each shift. Raises as
+    `load_towers` does.
     """
     shift, networks = options.shift, {options.run: towers}
     if shift.baseline:
@@ -60,5 +62,5 @@ def score_zeroshot_shifts(
 
         shifts = score_shifts(list(networks), shift, top1, "top1", side)
     if options.output_dir and world.leads:
-        save_shifts(options.output_dir, shifts, lambda name, severity: shifted(name, severity).pixels(0))
+        save_shifts(options.output_dir, shifts, lambda name, severity: shifted(name, severity).pixels(example_row))
     return shifts

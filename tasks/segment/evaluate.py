@@ -7,7 +7,7 @@ from typing import Any
 from dpn_cli.config.schema import Runtime
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
-from dpn_cli.report.shift_scores import count_passes, describe_shifts, save_shifts
+from dpn_cli.report.shift_scores import count_passes, describe_shifts, save_shifts, score_shifts
 from dpn_cli.run import distributed, signals
 from dpn_cli.run.console import Console, OnProgress, ignore_progress
 from dpn_cli.run.distributed import World, join
@@ -20,7 +20,7 @@ from tasks.segment.page_samples import save_samples
 from tasks.segment.pairs import Pairs, fingerprint, open_pairs
 from tasks.segment.palette import class_list_path, classes_of
 from tasks.segment.preflight import check_masks
-from tasks.segment.shifted_pairs import ShiftedPairs, score_segmenters
+from tasks.segment.shifted_pairs import ShiftedPairs
 
 
 def evaluation_of(options: SegmentEvalOptions, run_evaluation: Evaluation) -> Evaluation:
@@ -96,11 +96,12 @@ def _score_shifts(
     passes = count_passes(len(segmenters), options.shift)
     with console.counting("shifts", passes * world.share(len(pairs))) as on_progress:
 
-        def miou(own: Segmenter, shifted: Pairs) -> float:
+        def miou(network: str, name: str, severity: int) -> float:
+            own, shifted = segmenters[network], ShiftedPairs(pairs, name, severity, options.shift.seed)
             evaluation = evaluation_of(options, own.evaluation)
             return score_once(own, shifted, evaluation, options.runtime, world, on_progress).miou
 
-        return score_segmenters(segmenters, pairs, options.shift, miou)
+        return score_shifts(list(segmenters), options.shift, miou, "miou", None)
 
 
 def score_once(

@@ -1,18 +1,12 @@
-"""mIoU under shifts of the images (``dpn segment eval --shifts``)."""
+"""Pairs of images and masks under a shift of the images (``dpn segment eval --shifts``)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 from PIL import Image
 
-from dpn_cli.config.shift_options import ShiftOptions
 from dpn_cli.data.decode import Pixels
 from dpn_cli.data.shifted_images import image_rng
 from dpn_cli.data.shifts import shift_pixels
-from dpn_cli.report.shift_scores import score_shifts
-from tasks.segment.artifact import Segmenter
 from tasks.segment.labels import RawMask
 from tasks.segment.pairs import Pairs
 
@@ -50,14 +44,3 @@ class ShiftedPairs(Pairs):
             rng = image_rng(self.seed, self.name, self.severity, self.names[index])
             pixels = shift_pixels(pixels, self.name, self.severity, rng)
         return pixels, mask
-
-
-def score_segmenters(
-    segmenters: Mapping[str, Segmenter], pairs: Pairs, options: ShiftOptions, miou: Callable[[Segmenter, Pairs], float]
-) -> dict[str, Any]:
-    """Return the mIoU in percent of segmenters, by name, on the same shifted images."""
-
-    def score(network: str, name: str, severity: int) -> float:
-        return miou(segmenters[network], ShiftedPairs(pairs, name, severity, options.seed))
-
-    return score_shifts(list(segmenters), options, score, "miou", None)

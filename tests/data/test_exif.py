@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import ExifTags, Image, ImageOps
 
+from dpn_cli.data.crops import Decode, train_crop
 from dpn_cli.data.decode import Decoder, ReadOptions, decode, open_image, orientation, read_pixels
 from dpn_cli.data.image_source import ImageSource, open_split
 from dpn_cli.data.sources.folder import ClassFolders
@@ -104,6 +106,19 @@ def test_what_is_opened_turned_is_decoded_once(image: Image.Image, tmp_path: Pat
     split.reading = UPRIGHT
     opened = split.open(0)
     assert np.array_equal(decode(opened, "x"), read_pixels(tmp_path / "a" / "x.jpg", "x", UPRIGHT))
+    assert split.content(0) == (tmp_path / "a" / "x.jpg").read_bytes()  # by which overlaps are found
+
+
+@pytest.mark.parametrize("decoding", ["exact", "fast", "pillow"])
+def test_crops_are_of_the_upright_image(decoding: Decode, tmp_path: Path) -> None:
+    """A sky above a meadow that is stored on its side: every inception crop is uniform from left to right."""
+    scene = np.zeros((160, 240, 3), np.uint8)
+    scene[:80, :, 2] = 250
+    stored(tmp_path / "x.jpg", Image.fromarray(scene).transpose(Image.Transpose.ROTATE_90), 6)
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        crop = train_crop(open_image(tmp_path / "x.jpg", "x", UPRIGHT), "x", (8, 8), generator, decoding).float()
+        assert (crop - crop[..., :1]).abs().max() < 20
 
 
 def test_photographs_of_other_formats_are_read_or_refused_in_one_line(image: Image.Image, tmp_path: Path) -> None:

@@ -14,7 +14,15 @@ from typing import Protocol
 from PIL import Image
 
 from dpn_cli.data.compact import Rows, pack_integers
-from dpn_cli.data.decode import DECODE_ERRORS, DEFAULT_READ_OPTIONS, Pixels, ReadOptions, decode, unreadable_error
+from dpn_cli.data.decode import (
+    DECODE_ERRORS,
+    DEFAULT_READ_OPTIONS,
+    STORED,
+    Pixels,
+    ReadOptions,
+    decode,
+    unreadable_error,
+)
 from dpn_cli.data.remote import RemotePath
 from dpn_cli.errors import DataError
 
@@ -136,8 +144,12 @@ class ImageSubset(Images):
 def read_image_bytes(image: Image.Image, location: str, other: Callable[[], bytes]) -> bytes:
     """Return the bytes of an opened image's file, and what `other` returns when it has none; it can still be decoded.
 
+    An image that was turned when it was opened is known by its file, too.
+
     Raises `ImageError` when the file is damaged.
     """
+    if (stored := image.info.get(STORED)) is not None:
+        return bytes(stored)
     try:
         if (file := getattr(image, "fp", None)) is None:
             return other()

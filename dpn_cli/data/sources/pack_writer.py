@@ -232,6 +232,8 @@ def _encode(image: Image.Image, location: str, packing: PackOptions, reading: Re
 
 def _orientation_tag(image: Image.Image) -> dict[str, Image.Exif]:
     """Return the argument of Pillow's ``save`` that keeps an image's EXIF orientation; none for an upright image."""
+    if (value := orientation(image)) == 1:
+        return {}
     exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = orientation(image)
-    return {} if orientation(image) == 1 else {"exif": exif}
+    exif[ExifTags.Base.Orientation] = value
+    return {"exif": exif}
