@@ -28,6 +28,7 @@ from dpn_cli.errors import NonFiniteError, WorkerError
 from dpn_cli.metrics import confusion_matrix, count_right, score
 from dpn_cli.run import distributed
 from dpn_cli.run.checkpoints import Checkpoints
+from dpn_cli.run.console import ProgressTick
 from dpn_cli.run.distributed import World
 from dpn_cli.run.run_dir import MetricsLog
 from support.engine import loss_fn, make_job, random_batches, rank_batches, small_vit
@@ -111,6 +112,36 @@ def test_three_ranks_train_the_network_of_one_although_they_do_not_divide_the_ba
         for rank in range(3):
             together = json.loads((tmp_path / f"rank{rank}{name}.json").read_text())
             assert together == pytest.approx(metrics, rel=1e-5, abs=1e-5)
+
+
+class _StopError(Exception):
+    """Ends a training between two records of its log."""
+
+
+def train_100_steps(world: World, outputs: Outputs) -> None:
+    """Train with a state after step 51; every second step is logged."""
+    model = engine.prepare(small_vit(), Runtime(), world)
+    job = make_job(100, batches=rank_batches(world), world=world, outputs=outputs, micro_batch=MicroBatch(4))
+    engine.fit(model, replace(job, runtime=Runtime(checkpoint_every=51)))
+
+
+def resumed_job(world: World, folder: Path) -> None:
+    def stop(tick: ProgressTick) -> None:
+        if tick.step == 53:
+            raise _StopError
+
+    outputs = Outputs(Checkpoints(folder / "checkpoints"), MetricsLog(folder / "resumed.jsonl"))
+    with pytest.raises(_StopError):
+        train_100_steps(world, replace(outputs, tick=stop))
+    train_100_steps(world, outputs)
+
+
+def test_a_mean_loss_over_a_resumption_is_that_of_all_ranks(tmp_path: Path) -> None:
+    run_distributed(resumed_job, tmp_path)
+    alone = MetricsLog(tmp_path / "alone.jsonl")
+    train_100_steps(World(0, 1, CPU), Outputs(log=alone))
+    resumed = {record["step"]: record["loss"] for record in MetricsLog(tmp_path / "resumed.jsonl").records()}
+    assert resumed == pytest.approx({record["step"]: record["loss"] for record in alone.records()}, rel=1e-3)
 
 
 def deadlock(rank: int) -> None:

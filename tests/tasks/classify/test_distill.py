@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import ExifTags, Image
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -474,4 +476,20 @@ def test_noise_reaches_the_student(photos: Path, teacher: Path, tmp_path: Path) 
         train_distill(distill_config(photos, teacher, data={"noise": noise}), folder)
         weights.append(load_file(folder / "weights.safetensors"))
     assert weights[0].keys() == weights[1].keys()
+    assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_student_and_teacher_see_images_upright(photos: Path, teacher: Path, tmp_path: Path) -> None:
+    data = shutil.copytree(photos, tmp_path / "photos")
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    for path in (data / "train").rglob("*.jpg"):
+        with Image.open(path) as image:
+            image.save(path, quality=95, exif=exif)
+    weights = []
+    for upright in (False, True):
+        folder = tmp_path / f"{upright}"
+        train_distill(distill_config(data, teacher, data={"exif": upright}), folder)
+        weights.append(load_file(folder / "weights.safetensors"))
+        assert load_classifier(str(folder)).exif == upright
     assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

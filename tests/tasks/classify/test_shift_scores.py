@@ -11,7 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from dpn_cli.data.decode import ReadOptions, read_pixels
+from dpn_cli.data.shifted_images import image_rng, reduce_to
+from dpn_cli.data.shifts import shift_pixels
 from dpn_cli.report.shift_scores import relative_errors
 from dpn_cli.weights.backbone import load_backbone
 from support.backbones import perturb
@@ -105,3 +109,24 @@ def test_a_baseline_with_its_classes_in_another_order_is_the_same_network(
     command = [str(swapped) if "none.safetensors" in word else word for word in evaluated[2][:-2]]
     scores, baseline = json.loads(run_dpn(*command, "--json").stdout)["shifts"]["networks"].values()
     assert scores == baseline
+
+
+def test_the_accuracy_under_a_shift_is_that_on_shifted_images(
+    evaluated: tuple[Path, Path, list[str]], tmp_path: Path
+) -> None:
+    folder, _, command = evaluated
+    both = json.loads(run_dpn(*command[:-2], "--shift-seed", "3", "--json").stdout)["shifts"]
+    assert both["side"] == 37  # of the network's 32 pixels, as 256 is of 224
+    for shift, severity in (("gain", 5), ("gaussian_noise", 1), ("gaussian_noise", 5)):
+        shifted = tmp_path / f"{shift}{severity}"
+        for path in sorted((folder / "photos").rglob("*.jpg")):
+            rng = image_rng(3, shift, severity, f"{path.parent.name}/{path.name}")
+            pixels = shift_pixels(reduce_to(read_pixels(path, "x", ReadOptions()), 37), shift, severity, rng)
+            target = shifted / path.relative_to(folder / "photos").with_suffix(".png")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(target)
+        for network, scores in both["networks"].items():
+            alone = json.loads(run_dpn("eval", network, "--data", str(shifted), "--device", "cpu", "--json").stdout)
+            assert scores["scores"][shift][severity == 5] == alone["top1"]
+    rows = [score for scores in both["networks"].values() for row in scores["scores"].values() for score in row]
+    assert len(set(rows)) > 2

@@ -26,7 +26,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("shifts")
     for seed, name in enumerate(("own", "other")):
         towers = make_towers(seed)
-        perturb(towers.image)
+        for _ in range(1 + seed):  # the image towers differ, too
+            perturb(towers.image)
         perturb(towers.text)
         towers.facts = {"arch": "mu/8", "pairs": {"images": 1, "captions": 1}, "steps": 1, "config": {}}
         (root / name).mkdir()
