@@ -30,7 +30,9 @@ def shift_sections(run: RunRecord, prefix: str) -> list[PageSection]:
             for network, result in networks.items()
         ]
         title = f"{metric} under shifts: {group.replace('_', ' ')}"
-        parts.append(LineChart(f"{prefix}shifts_{group}", title, "severity, 0 is unshifted", f"{metric} in %", series))
+        axes = "severity, 0 is unshifted", f"{metric} in %"
+        # From zero: on an axis of a point, one image looks like a fall.
+        parts.append(LineChart(f"{prefix}shifts_{group}", title, *axes, series, from_zero=True))
     rows: list[list[Cell]] = [
         [network, name, *result["scores"][name], result["means"][name]]
         + ([shifts["mce"]["errors"][name] if network == next(iter(networks)) else None] if several else [])

@@ -16,7 +16,10 @@ from PIL import Image
 from dpn_cli.data.decode import ReadOptions, read_pixels
 from dpn_cli.data.shifted_images import image_rng, reduce_to
 from dpn_cli.data.shifts import shift_pixels
+from dpn_cli.report.content import LineChart
+from dpn_cli.report.reading import read_run
 from dpn_cli.report.shift_scores import relative_errors
+from dpn_cli.report.shift_section import shift_sections
 from dpn_cli.weights.backbone import load_backbone
 from support.backbones import perturb
 from support.cli import run_dpn
@@ -130,3 +133,10 @@ def test_the_accuracy_under_a_shift_is_that_on_shifted_images(
             assert scores["scores"][shift][severity == 5] == alone["top1"]
     rows = [score for scores in both["networks"].values() for row in scores["scores"].values() for score in row]
     assert len(set(rows)) > 2
+
+
+def test_charts_of_shifts_begin_at_zero(evaluated: tuple[Path, Path, list[str]]) -> None:
+    _, report, command = evaluated
+    run_dpn(*command)
+    (section,) = shift_sections(read_run(report), "")
+    assert {part.from_zero for part in section.parts if isinstance(part, LineChart)} == {True}
