@@ -49,7 +49,7 @@ def test_the_accuracy_under_a_shift_is_that_on_shifted_images(folder: Path) -> N
     shifts = evaluate(folder, "own", "photos", *levels, "-o", str(folder / "report"))["shifts"]
     assert (shifts["metric"], shifts["side"], shifts["severities"]) == ("top1", SIDE, [3, 5])
     scores = shifts["networks"].values()
-    assert len({top1 for network in scores for row in network["scores"].values() for top1 in row}) > 2
+    assert len({top1 for network in scores for row in network["scores"].values() for top1 in row}) > 1
     for run, network in zip(("own", "other"), scores, strict=True):
         for shift, severity in (("gain", 5), ("flat_contrast", 3), ("pixelate", 5)):
             shifted = f"{shift}{severity}"
