@@ -28,7 +28,7 @@ from tasks.classify.classifier import Classifier, load_classifier, save_classifi
 
 
 def write_classifier(path: Path, stem: Any, seed: int, images: Path) -> Path:
-    """Save a random network that predicts either class for half of the images: no version of torch makes it constant."""
+    """Save a random network that predicts each class for half of the images, with any version of torch."""
     model = perturb(load_backbone("mu/16", stem=stem, checkpoint="none", image_size=32, num_classes=2, seed=seed))
     paths = sorted(images.rglob("*.jpg"))
     pixels = np.stack([reduce_to(read_pixels(path, "x", ReadOptions()), 32)[:32, :32] for path in paths])
