@@ -49,8 +49,8 @@ def expand_shifts(words: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for word in words for name in _GROUPS.get(word, (word,))))
 
 
-class ShiftOptions(Section):
-    """Shifts of the data under which a network is scored, too."""
+class ShiftSection(Section):
+    """Shifts of the data under which a finished network is scored, too."""
 
     names: Annotated[
         tuple[str, ...],
@@ -69,11 +69,20 @@ class ShiftOptions(Section):
         Field(min_length=1, description="numbers from 1 to 5 with commas, e.g. 1,3,5"),
         flag("--severity", help="Severities of the shifts, 1 to 5.", panel=DATA),
     ] = SEVERITIES
+    seed: Annotated[Seed, flag("--shift-seed", help="Seed of the shifts' random numbers.", panel=DATA)] = 0
+
+    def count_passes(self, networks: int = 1) -> int:
+        """Return how often each image is scored for the shifts; 0 without any."""
+        return networks * (1 + len(self.names) * len(self.severities)) if self.names else 0
+
+
+class ShiftOptions(ShiftSection):
+    """Shifts of an evaluation, which may score a second network."""
+
     baseline: Annotated[
         str | None,
         flag("--baseline", help="Another run, scored on the same shifted images: the reference of mCE.", panel=DATA),
     ] = None
-    seed: Annotated[Seed, flag("--shift-seed", help="Seed of the shifts' random numbers.", panel=DATA)] = 0
 
     @field_validator("baseline")
     @classmethod

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from dpn_cli.config.shift_options import IMAGENET_C, SHIFTS, ShiftOptions
+from dpn_cli.config.shift_options import IMAGENET_C, SHIFTS, ShiftSection
 from dpn_cli.data.decode import Pixels
 from dpn_cli.report.content import Rows
 from dpn_cli.report.tables import as_csv
@@ -27,7 +27,7 @@ Score = Callable[[str, str, int], float]
 
 
 def score_shifts(
-    networks: Sequence[str], options: ShiftOptions, score: Score, metric: Metric, side: int | None
+    networks: Sequence[str], options: ShiftSection, score: Score, metric: Metric, side: int | None
 ) -> Json:
     """Score networks on the same shifted images, which are reduced to a shorter side of `side` pixels at most.
 
@@ -53,11 +53,6 @@ def score_shifts(
         "networks": results,
         "mce": relative_errors(first["scores"], others[0]["scores"]) if others else None,
     }
-
-
-def count_passes(networks: int, options: ShiftOptions) -> int:
-    """Return how often each image is scored."""
-    return networks * (1 + len(options.names) * len(options.severities))
 
 
 def relative_errors(scores: Mapping[str, list[float]], baseline: Mapping[str, list[float]]) -> Json:
@@ -100,8 +95,11 @@ def save_shifts(folder: Path, shifts: Json, example: Callable[[str, int], Pixels
         replace_file(folder / EXAMPLES / f"{name}.jpg", partial(Path.write_bytes, data=image))
 
 
-def describe_shifts(shifts: Json) -> list[str]:
-    """Return the scores as lines of text: a table for each network, and the relative errors."""
+def describe_shifts(result: Json) -> list[str]:
+    """Return the scores of a result as lines of text: a table for each network, and the relative errors, if any."""
+    shifts = result.get("shifts")
+    if not shifts:
+        return []
     metric, severities, lines = METRICS[shifts["metric"]], shifts["severities"], []
     for network, result in shifts["networks"].items():
         lines.append(f"{network}: {metric} in % under shifts, by severity (clean {result['clean']:.2f})")

@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dpn_cli.config.shift_options import SHIFTS
-from dpn_cli.report.content import Cell, Gallery, LineChart, PageImage, PageSection, Part, Series, Table
-from dpn_cli.report.reading import RunRecord
+from dpn_cli.report.content import (
+    Cell,
+    Gallery,
+    LineChart,
+    PageImage,
+    PageSection,
+    Part,
+    Series,
+    Table,
+    mean_with_band,
+)
+from dpn_cli.report.reading import Json, RunRecord
 from dpn_cli.report.shift_scores import CLEAN, EXAMPLES, METRICS
+from dpn_cli.statistics import as_text
+from dpn_cli.sweep.score_names import SHIFT_PREFIX, score_name, shift_keys
 
 
 def shift_sections(run: RunRecord, prefix: str) -> list[PageSection]:
@@ -50,6 +62,45 @@ def shift_sections(run: RunRecord, prefix: str) -> list[PageSection]:
     images = [PageImage(path.read_bytes(), [name]) for name, path in files if path.is_file()]
     gallery = [Gallery(f"One image under every shift, severity {severities[-1]}", images)] if images else []
     return [PageSection("Shifts", [*parts, *gallery])]
+
+
+def compared_shifts(run: RunRecord, prefix: str) -> list[PageSection]:
+    """Return the scores of a sweep's networks under shifts: a chart for each shift, and a table of the means.
+
+    Without scores under shifts there is no section.
+    """
+    compared, keys = run.result["compare"], shift_keys(run.result.get("scores", ()))
+    results = {name: list(network["runs"].values()) for name, network in compared["networks"].items()}
+    parts: list[Part] = []
+    for key in keys:
+        shift = key.removeprefix(SHIFT_PREFIX)
+        curves = {name: [_curve(result["shifts"], shift) for result in found] for name, found in results.items()}
+        series = [mean_with_band(name, lines) for name, lines in curves.items() if lines]
+        metric = score_name(run.result["score"])
+        title = f"{metric} {score_name(key)}, mean over seeds in a band that holds all of them"
+        axes = "severity, 0 is unshifted", f"{metric} in %"
+        parts.append(LineChart(f"{prefix}shifts_{shift}", title, *axes, series, from_zero=True))
+    if not parts:
+        return []
+    differences = {(entry["network"], key): entry[key] for entry in compared["differences"] for key in keys}
+    rows: list[list[Cell]] = []
+    for name, network in compared["networks"].items():
+        for key in keys:
+            mean, difference = network[key], differences.get((name, key))
+            row: list[Cell] = [name, key.removeprefix(SHIFT_PREFIX)]
+            row += [float(mean["mean"]), mean["std"], mean["n"]] if mean else [None] * 3
+            rows.append([*row, *([*as_text(difference), difference["n"]] if difference else [None] * 3)])
+    columns = ["network", "shift", "mean in %", "std", "n", "difference", "95 %", "pairs"]
+    width = len(columns) if differences else 5
+    note = "Means over severities; the difference to the first network is the mean over pairs with the same seed."
+    table = Table("Under shifts", columns[:width], [row[:width] for row in rows], note, name="shifts")
+    return [PageSection("Shifts", [*parts, table])]
+
+
+def _curve(shifts: Json, shift: str) -> Series:
+    """Return the scores of a training's own network over the severities of a shift."""
+    network = next(iter(shifts["networks"].values()))
+    return Series("", [0, *shifts["severities"]], [network["clean"], *network["scores"][shift]])
 
 
 def _group_by_kind(names: Sequence[str]) -> dict[str, list[str]]:

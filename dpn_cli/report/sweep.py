@@ -30,6 +30,7 @@ from dpn_cli.report.run_groups import (
     group_runs,
     reason_not_paired,
 )
+from dpn_cli.report.shift_section import compared_shifts
 from dpn_cli.run.files import read_object
 from dpn_cli.statistics import PERCENT, PERCENT_DIFFERENCE, as_text, difference_by_key, summarize
 from dpn_cli.sweep.score_names import SCORES, score_keys, score_name, score_value
@@ -67,7 +68,8 @@ def sweep_findings(run: RunRecord, prefix: str, reader: Callable[[RunRecord], Re
         "Networks compared", [*(TextBlock(line, warning=True) for line in failed), *_networks_compared(run, prefix)]
     )
     metric = score_name(run.result["score"])
-    return Findings(metric, {}, [section, *curve_sections], warnings=[*failed, *warnings])
+    sections = [section, *compared_shifts(run, prefix), *curve_sections]
+    return Findings(metric, {}, sections, warnings=[*failed, *warnings])
 
 
 def runs_table(runs_with_findings: Sequence[RunFindings]) -> Table:

@@ -27,7 +27,7 @@ class PaperTrial:
         command: the words after ``dpn``: ``"finetune vtab"``.
         words: its arguments and options, without data, weights and folders.
         data: options for data sets, with the names of the sets: ``("--data", "imagenet")``.
-        start: the training whose network it starts from.
+        start: the training whose network it starts from, given by the option `start_option`.
         network: architecture and stem, by which the weights folder may hold its network.
     """
 
@@ -37,6 +37,7 @@ class PaperTrial:
     data: tuple[tuple[str, str], ...] = ()
     start: PaperTrial | None = None
     network: tuple[str, str] | None = None
+    start_option: str = "--checkpoint"
 
     @property
     def group(self) -> str:
@@ -48,7 +49,7 @@ class PaperTrial:
         folder = str(locations.out / self.name)
         weights = locations.weights_of(self.start) if self.start else None
         data = [word for option, name in self.data for word in (option, locations.data.get(name, name))]
-        start = ["--checkpoint", str(weights)] if weights else []
+        start = [self.start_option, str(weights)] if weights else []
         options = [*self.words, *start, *data, *locations.settings]
         return [*self.command.split(), *options, "--output-dir", folder, "--resume"]
 

@@ -11,6 +11,7 @@ from functools import partial
 
 from dpn_cli.arch import PLACEMENTS
 from dpn_cli.reproduce.experiment import Drawing, Experiment, Number, PaperTrial
+from dpn_cli.reproduce.shifted import shifts
 from dpn_cli.reproduce.trainings import MIOU, PROBE, STAGES, TOP1, ZEROSHOT, Trainings
 from tasks.vtab.tasks import PAPER_COLUMNS
 
@@ -317,4 +318,5 @@ EXPERIMENTS: Mapping[str, tuple[Callable[[Trainings, Sequence[int]], Experiment]
     "fig3": (fig3, 1),
     "fig4": (fig4, 1),
     "dtn-table": (dtn_table, 1),
+    "shifts": (shifts, 3),
 }

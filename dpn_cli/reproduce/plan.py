@@ -149,7 +149,8 @@ def _flops(trial: PaperTrial, locations: Locations) -> int:
     images = IMAGES.get(next((name for _, name in trial.data), ""), DEMO_IMAGES)
     runs = list_trials(config) if trial.command == "pretrain" else [config]
     steps = sum(resolve_steps(run, images).schedule.steps for run in runs)
-    return int(steps * config.batch_size) * training_flops(vit_config)
+    passes = 4 / 3 if trial.command == "distill" else 1  # the teacher's forward pass
+    return int(steps * config.batch_size * passes) * training_flops(vit_config)
 
 
 def _lit(config: Any, vit_config: ViTConfig) -> int:

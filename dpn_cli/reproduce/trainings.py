@@ -16,6 +16,7 @@ DATA_SETS = {
     "sun397": "SUN397",
     "vtab-1k": "VTAB-1k",
     "ADEChallengeData2016": "ADE20K",
+    "photographs": "labelled photographs in train/CLASS and val/CLASS, such as CIFAR-10's",
     "pairs": "images with captions, as 'dpn lit train --data' takes them",
 }
 TOP1: Score = ("top1",)
@@ -24,6 +25,8 @@ ZEROSHOT: Score = ("zeroshot", "top1")
 PROBE: Score = ("fewshot", "accuracy", "25", "values")
 # A search has the test score of each stage's choice, and its own.
 STAGES: tuple[Score, ...] = (("stages", 0, "test_top1"), ("stages", 1, "test_top1"), TOP1)
+# Light x 1/2, 1/4, 1/8; contrast likewise; dusk x 1/2, 1/8, 1/32; Gaussian noise of 20, 46 and 97 grey levels.
+SHIFTED = ("--shifts", "gain,flat_contrast,dusk,gaussian_noise", "--severity", "1,3,5")
 # Figures 2 and 4 are drawn from the trainings of Table 1.
 LOGGED = ("--set", "log.layer_norms=true")
 DEMO = ("--data", "demo")
@@ -98,6 +101,23 @@ class Trainings:
         words = ("--fraction", fraction, "--seed", str(seed))
         return PaperTrial(name, "segment ade20k", words, (("--data", "ADEChallengeData2016"),), start)
 
+    shifted_arch = "nano/4"
+
+    def photographs(self, stem: str, seed: int, *remedy: str) -> PaperTrial:
+        """A small network from scratch, scored under shifts; a `remedy` is an option and its value."""
+        words: tuple[str, ...] = ("--arch", self.shifted_arch, "--stem", stem, "--config", "pretrain_own")
+        words += ("--image-size", "32", "--augment", "none", "--flip")
+        words += ("--set", "data.crop=inception", "--set", "data.eval_resize=32")
+        words += (*remedy, "--steps", "1000", "--batch-size", "128", "--seed", str(seed), *SHIFTED)
+        name = f"photographs/{_slug(stem, *(word.strip('-') for word in remedy))}/seed{seed}"
+        return PaperTrial(name, "pretrain", words, (("--data", "photographs"),))
+
+    def distilled(self, start: PaperTrial, seed: int) -> PaperTrial:
+        """A student of such a plain network, without labels."""
+        words = ("--jitter", "0", "--steps", "1000", "--batch-size", "64", "--seed", str(seed), *SHIFTED)
+        name = f"distill/{_slug_of_start(start)}/seed{seed}"
+        return PaperTrial(name, "distill", words, (("--data", "photographs"),), start, start_option="--teacher")
+
     def sun397(self, arch: str, stem: str) -> PaperTrial:
         """The search of Appendix F."""
         words = ("sun397", "--arch", arch, "--stem", stem)
@@ -170,6 +190,20 @@ class SmallTrainings(Trainings):
         words = ("--fraction", fraction, "--seed", str(seed), "--steps", str(self.steps), *DEMO)
         name = f"ade20k/{_slug_of_start(start)}-{fraction.replace('/', '-')}/seed{seed}"
         return PaperTrial(name, "segment ade20k", words, start=start)
+
+    shifted_arch = arch
+
+    def photographs(self, stem: str, seed: int, *remedy: str) -> PaperTrial:
+        """The demo's pre-training, scored under shifts."""
+        words = ("--stem", stem, *remedy, "--seed", str(seed), *self._length(), *SHIFTED, *DEMO)
+        name = f"photographs/{_slug(stem, *(word.strip('-') for word in remedy))}/seed{seed}"
+        return PaperTrial(name, "pretrain", words)
+
+    def distilled(self, start: PaperTrial, seed: int) -> PaperTrial:
+        """A student of the demo's plain network."""
+        words = ("--seed", str(seed), *self._length(), *SHIFTED, *DEMO)
+        name = f"distill/{_slug_of_start(start)}/seed{seed}"
+        return PaperTrial(name, "distill", words, start=start, start_option="--teacher")
 
     def sun397(self, arch: str, stem: str) -> PaperTrial:
         """A search on scenes in files."""

@@ -13,7 +13,7 @@ from rich.table import Table
 from dpn_cli.run.console import cell
 from dpn_cli.statistics import PERCENT, Summary, as_text, difference_by_key, summarize
 from dpn_cli.sweep.grid import Trial, settings_of
-from dpn_cli.sweep.score_names import score_keys, score_name, score_value
+from dpn_cli.sweep.score_names import score_keys, score_name, score_value, shift_keys, shifts_scored
 
 Result = dict[str, Any]
 LEGEND = (
@@ -37,7 +37,8 @@ def build_result(
 
     Scores that no result has are left out. With `compared` the settings of networks are read from their names.
     """
-    keys = [key for key in scores if any(score_value(result, key) is not None for result in results.values())]
+    keys = [*scores, *shifts_scored(results.values())]
+    keys = [key for key in keys if any(score_value(result, key) is not None for result in results.values())]
     keys = keys or list(scores[:1])
     networks: dict[str, Any] = {}
     for trial in trials:
@@ -79,7 +80,9 @@ def print_tables(result: Result, trials: str = "trainings") -> None:
     """Print the tables of a sweep on stdout, one for each score; `trials` is the plural noun for them."""
     console = RichConsole(highlight=False)
     for key in score_keys(result):
-        console.print(_table(result, key))
+        console.print(_table(result, [key]))
+    if keys := shift_keys(result.get("scores", ())):
+        console.print(_table(result, keys))
     for line in result["failed"]:
         console.print(f"[red]failed:[/] {cell(line)}")
     console.print(LEGEND.format(trials=trials))
@@ -87,20 +90,27 @@ def print_tables(result: Result, trials: str = "trainings") -> None:
         console.print(ONE_SEED)
 
 
-def _table(result: Result, key: str) -> Table:
-    compared, score = result["compare"], score_name(key)
-    differences = {difference["network"]: difference[key] for difference in compared["differences"]}
+def _table(result: Result, keys: Sequence[str]) -> Table:
+    """Return the table of a score, or of the scores under shifts, which have a row each."""
+    compared, under_shifts = result["compare"], bool(shift_keys(keys))
+    differences = {(entry["network"], key): entry[key] for entry in compared["differences"] for key in keys}
     minus = f", and the difference to {next(iter(compared['networks']))}, paired by seed" if differences else ""
-    table = Table(box=box.SIMPLE_HEAD, title=cell(f"{result['task']}: {score} in %{minus}"), title_justify="left")
+    score = f"{score_name(result['score'])} under shifts" if under_shifts else score_name(keys[0])
+    means = " (means over severities)" if under_shifts else ""
+    title = f"{result['task']}: {score} in %{means}{minus}"
+    table = Table(box=box.SIMPLE_HEAD, title=cell(title), title_justify="left")
     table.add_column("network", overflow="fold")
-    for name in (score, "std", "n", *(("difference", "95 %", "n") if differences else ())):
+    if under_shifts:
+        table.add_column("shift", no_wrap=True)
+    for name in ("mean" if under_shifts else score, "std", "n", *(("difference", "95 %", "n") if differences else ())):
         table.add_column(name, justify="right", no_wrap=True)
     for name, network in compared["networks"].items():
-        mean, difference = network[key], differences.get(name)
-        row = ["-"] * 3 if mean is None else [f"{mean['mean']:.2f}", _format_std(mean["std"]), str(mean["n"])]
-        if difference:
-            row += [*as_text(difference, digits=1), str(difference["n"])]
-        table.add_row(cell(name), *row)
+        for key in keys:
+            mean, difference = network[key], differences.get((name, key))
+            row = ["-"] * 3 if mean is None else [f"{mean['mean']:.2f}", _format_std(mean["std"]), str(mean["n"])]
+            if difference:
+                row += [*as_text(difference, digits=1), str(difference["n"])]
+            table.add_row(cell(name), *([cell(score_name(key).removeprefix("under "))] if under_shifts else []), *row)
     return table
 
 

@@ -35,6 +35,7 @@ from dpn_cli.config.schema import (
     SkipBadImages,
     TorchvisionPolicy,
 )
+from dpn_cli.config.shift_options import ShiftSection
 from dpn_cli.config.training import resolve_training_steps
 from dpn_cli.sweep.grid import SweepConfig
 
@@ -130,6 +131,7 @@ class SupervisedConfig(SweepConfig):
     select: Literal["best", "last"] = "last"
     fewshot: Positive | None = None
     fewshot_data: DataLocation | None = None
+    shift: ShiftSection = ShiftSection()
     eval_batch_size: Positive = 64
     evaluate_every: Positive = 2500
 

@@ -25,7 +25,8 @@ from tasks.classify.config import ConfigT, SupervisedConfig, resolve_steps
 from tasks.classify.distill.config import DistillConfig
 from tasks.classify.fewshot import check_probe_data, final_probe_options
 from tasks.classify.preflight import check_batch, check_images, check_shards, resize_side_of
-from tasks.classify.train import evaluate, evaluation_interval, load_network, loss_of, training_batches
+from tasks.classify.train import evaluate, evaluation_interval, load_network, loss_of
+from tasks.classify.training_batches import training_batches
 
 ClassifyConfigT = TypeVar("ClassifyConfigT", SupervisedConfig, DistillConfig)
 
@@ -77,7 +78,7 @@ def _sample_work(config: SupervisedConfig, model: Backbone, data: ClassData, wor
         lambda: evaluate(classifier, samples, in_process, world),
         lambda: load_batch(samples, classifier.transform, config, world),
         during=len(data.minival.labels) + probe_images,
-        end=len(data.val.labels),
+        end=len(data.val.labels) * (1 + config.shift.count_passes()),
     )
 
 

@@ -13,18 +13,18 @@ from torch import Tensor
 
 from dpn_cli.data.image_source import ImageSource
 from dpn_cli.data.leakage import Overlap, count_overlap
-from dpn_cli.data.shifted_images import ShiftedImages, shift_side
 from dpn_cli.data.sources.base import LabelledImages, fingerprint
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
 from dpn_cli.metrics import Scores, score
-from dpn_cli.report.shift_scores import count_passes, describe_shifts, save_shifts, score_shifts
+from dpn_cli.report.shift_scores import describe_shifts
 from dpn_cli.run import distributed, signals
 from dpn_cli.run.console import Console, OnProgress, printable
 from dpn_cli.run.distributed import World, join
 from dpn_cli.run.files import open_report, replace_json
 from dpn_cli.statistics import format_accuracy
 from tasks.classify.classifier import Classifier, compute_logits, load_classifier
+from tasks.classify.classifier_shifts import ClassifierShifts
 from tasks.classify.eval_splits import open_part, run_source
 from tasks.classify.options import EvalOptions
 from tasks.classify.predictions_file import describe_pairs, save_scores
@@ -66,18 +66,13 @@ def evaluate(options: EvalOptions, console: Console) -> dict[str, Any] | None:
         if real:
             labels = [real[prediction.row] for prediction in scores.predictions]
             result["real"] = real_accuracy([prediction.predicted for prediction in scores.predictions], labels)
+        shifts = ClassifierShifts(split, options.shift, classifier)
         if options.shift.names:
-            result["shifts"] = _score_shifts(options, classifier, split, names, columns, world, console)
+            result["shifts"] = _score_shifts(options, shifts, classifier, names, world, console)
         if options.output_dir and world.leads:
             result |= save_scores(options.output_dir, scores, names, split)
             if options.shift.names:
-                row, seed = scores.predictions[0].row, options.shift.seed
-                side = shift_side(classifier.model.config.image_size, classifier.resize_side)
-                save_shifts(
-                    options.output_dir,
-                    result["shifts"],
-                    lambda name, severity: ShiftedImages(split, name, severity, side, seed).pixels(row),
-                )
+                shifts.save(options.output_dir, result["shifts"], scores.predictions[0].row)
             replace_json(options.output_dir / "result.json", result)
         distributed.barrier()
         return result if world.leads else None
@@ -139,38 +134,25 @@ def _score(
 
 def _score_shifts(
     options: EvalOptions,
+    shifts: ClassifierShifts,
     classifier: Classifier,
-    split: LabelledImages,
     names: Sequence[str],
-    columns: Tensor | None,
     world: World,
     console: Console,
 ) -> dict[str, Any]:
     """Return the scores of the classifier, and of the baseline, under shifts. Raises as `evaluate` does."""
-    shift, side = options.shift, shift_side(classifier.model.config.image_size, classifier.resize_side)
-    classifiers, columns_by_network = {options.network: classifier}, {options.network: columns}
-    if shift.baseline:
-        size = classifier.model.config.image_size
-        baseline = load_classifier(shift.baseline, size if options.image_size else None, "dpn eval")
-        classifiers[shift.baseline] = baseline
-        columns_by_network[shift.baseline] = match_classes(baseline.classes, names)
-    passes = count_passes(len(classifiers), shift)
-    with console.counting("shifts", passes * world.share(len(split.labels))) as on_progress:
+    classifiers = {options.network: classifier}
+    if options.shift.baseline:
+        size = classifier.model.config.image_size if options.image_size else None
+        classifiers[options.shift.baseline] = load_classifier(options.shift.baseline, size, "dpn eval")
 
-        def top1(network: str, name: str, severity: int) -> float:
-            shifted = ShiftedImages(split, name, severity, side, shift.seed)
-            scores = _score(
-                classifiers[network],
-                shifted,
-                columns_by_network[network],
-                options,
-                world,
-                keep_predictions=False,
-                on_progress=on_progress,
-            )
-            return scores.top1
+    def top1(scored: Classifier, images: LabelledImages, on_progress: OnProgress) -> float:
+        columns = match_classes(scored.classes, names)
+        return _score(scored, images, columns, options, world, keep_predictions=False, on_progress=on_progress).top1
 
-        return score_shifts(list(classifiers), shift, top1, "top1", side)
+    for scored in classifiers.values():
+        match_classes(scored.classes, names)  # before the first pass
+    return shifts.score(classifiers, top1, world, console)
 
 
 def _result(
@@ -243,8 +225,7 @@ def describe_scores(result: dict[str, Any]) -> str:
         lines.append(f"WARNING: {warning}")
     if "real" in result:
         lines.append(f"ReaL {result['real']['top1']:.2f} % of {result['real']['images']} images with labels")
-    if "shifts" in result:
-        lines += describe_shifts(result["shifts"])
+    lines += describe_shifts(result)
     if result["worst_pairs"]:
         lines.append("most frequent confusions:")
     for pair in result["worst_pairs"]:

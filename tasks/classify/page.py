@@ -45,7 +45,11 @@ def findings(run: RunRecord, prefix: str) -> Findings:
     if run.config and "teacher" in run.config:
         distill_findings = distilled.findings(run)
         scored, damage = _prediction_sections(run, prefix) if result.get("top1") is not None else ([], [])
-        return replace(distill_findings, sections=[*distill_findings.sections, *scored], warnings=damage)
+        return replace(
+            distill_findings,
+            sections=[*distill_findings.sections, *shift_sections(run, prefix), *scored],
+            warnings=damage,
+        )
     if "top1" not in result:
         return Findings("top-1", {}, [], WATCHED)
     images = result["images"]["val"] if isinstance(result["images"], dict) else result["images"]

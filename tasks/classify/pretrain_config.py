@@ -111,6 +111,14 @@ class PretrainConfig(SupervisedConfig):
     ] = None
     stages: tuple[Stage, ...] = ()
 
+    @model_validator(mode="after")
+    def _shifts_fit(self) -> PretrainConfig:
+        if self.stages and self.shift.names:
+            raise ValueError(
+                "shift.names: stages train networks that are not kept; score the chosen one with dpn eval RUN --shifts"
+            )
+        return self
+
     def in_paper(self) -> Plain | None:
         """Return Appendix C's line of the architecture; None without one, and no line for other tables' configs."""
         if "App. C" not in self.about.table:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpn_cli.data.augment import Augmentation, make_mixup, mix_batches
 from dpn_cli.data.leakage import record
-from dpn_cli.data.loader import blend, count_workers, crop_batches
+from dpn_cli.data.loader import blend, count_workers
 from dpn_cli.data.sources.base import LabelledImages
 from dpn_cli.data.splits import ClassData
 from dpn_cli.engine import fit as engine
@@ -19,17 +17,19 @@ from dpn_cli.engine.losses import LOSSES
 from dpn_cli.engine.state import evaluated_weights
 from dpn_cli.metrics import Scores, score
 from dpn_cli.model.freeze import freeze
+from dpn_cli.report.shift_scores import describe_shifts
 from dpn_cli.run import distributed
 from dpn_cli.run.artifact_kinds import DIGEST
 from dpn_cli.run.baseline_warnings import result_warning
 from dpn_cli.run.checkpoints import Checkpoints
-from dpn_cli.run.console import count_noun
+from dpn_cli.run.console import OnProgress, count_noun, ignore_progress
 from dpn_cli.run.distributed import World
 from dpn_cli.run.run import Run, run_name
 from dpn_cli.statistics import format_accuracy
 from dpn_cli.weights.backbone import Backbone, backbone_of
 from dpn_cli.weights.resolve_stem import describe_start
 from tasks.classify.classifier import WEIGHTS, Classifier, compute_logits, load_classifier, save_classifier
+from tasks.classify.classifier_shifts import ClassifierShifts
 from tasks.classify.config import ConfigT, SupervisedConfig, head_bias_of
 from tasks.classify.fewshot import describe_accuracies, final_probe_options, probe_network
 from tasks.classify.predictions_file import save_scores
@@ -39,10 +39,10 @@ from tasks.classify.preflight import (
     check_shards,
     interval,
     resize_side_of,
-    shard_order,
     shot_pool,
 )
 from tasks.classify.probe import draw_rows, encode, probe
+from tasks.classify.training_batches import augmentation_of, normalize, training_batches
 
 Json = dict[str, Any]
 
@@ -97,10 +97,19 @@ def train(run: Run[ConfigT], data: ClassData, task: str) -> Json:
         result["fewshot"] = distributed.run_on_leader(
             world, lambda: probe_network(classifier.model, options, world.device, console, transform)
         )
+    shifts = ClassifierShifts(data.val, config.shift, classifier)
+    if config.shift.names:
+
+        def top1(scored: Classifier, images: LabelledImages, on_progress: OnProgress) -> float:
+            return evaluate(scored, images, config, world, on_progress=on_progress).top1
+
+        result["shifts"] = shifts.score({f"{trained['arch']} {config.backbone.stem}": classifier}, top1, world, console)
     if warning := result_warning("validation top-1", scores.top1, scores.floors, scores.images):
         console.warn(warning)
     if world.leads:
         result |= save_scores(folder.path, scores, data.classes, data.val)
+        if config.shift.names:
+            shifts.save(folder.path, result["shifts"], scores.predictions[0].row)
         folder.finish(result)
     return result
 
@@ -134,45 +143,6 @@ def loss_of(config: SupervisedConfig, model: Backbone, classes: int) -> engine.L
         return LOSSES[config.loss](trainable(image).float(), target)
 
     return loss
-
-
-def normalize(model: Backbone, image: Tensor) -> Tensor:
-    """Return images (b, 3, h, w) in the network's input range, where floating-point ones are already."""
-    return image if image.is_floating_point() else model.normalize(image)
-
-
-def augmentation_of(config: SupervisedConfig, model: Backbone) -> Augmentation:
-    """Return the config's augmentation of training images for a network."""
-    data, by_timm = config.data, config.mixing == "timm"
-    return Augmentation(
-        model.config.image_size,
-        data.decode,
-        0.0 if by_timm else config.mixup,
-        config.randaugment.layers,
-        config.randaugment.magnitude,
-        crop=data.crop,
-        flip=data.flip,
-        jitter=data.jitter,
-        noise=data.noise,
-        policy=config.auto_augment,
-        erase=config.erase,
-        repeats=config.repeats,
-        mirrored=by_timm,
-        mean=model.mean,
-        std=model.std,
-    )
-
-
-def training_batches(
-    config: SupervisedConfig, model: Backbone, data: ClassData, world: World, **options: Any
-) -> engine.Batches:
-    """Return the engine's batches of a training; `options` are the loader's arguments."""
-    options["order"] = shard_order(config, data)
-    batches = crop_batches(data.train, augmentation_of(config, model), config.batch_size, config.seed, world, **options)
-    if config.mixing == "big_vision":
-        return batches
-    mixup = make_mixup(config.mixup, config.cutmix, config.label_smoothing, len(data.classes))
-    return mix_batches(batches, mixup, partial(normalize, model), config.seed)
 
 
 class _ClassifierTraining:
@@ -292,6 +262,7 @@ def evaluate(
     world: World,
     *,
     keep_predictions: bool = False,
+    on_progress: OnProgress = ignore_progress,
 ) -> Scores:
     """Score a split with the config's precision and loader; see `score`."""
     with engine.precision_of(config.runtime, world.device):
@@ -306,6 +277,7 @@ def evaluate(
             workers=config.runtime.workers,
             skip_bad=config.data.skip_bad_images,
             keep_predictions=keep_predictions,
+            on_progress=on_progress,
         )
 
 
@@ -334,6 +306,6 @@ def describe_training(result: dict[str, Any]) -> str:
         f"validation: top-1 {format_accuracy(result['top1'], images['val'])}, top-5 {result['top5']:.2f} %, "
         f"loss {result['loss']:.4g}{skipped}\n"
         f"{selection}; {count_noun(result['steps'], 'step')} on {images['train']} images"
-        + "".join(f"\n{line}" for line in probe_lines)
+        + "".join(f"\n{line}" for line in (*probe_lines, *describe_shifts(result)))
         + (f"\nthe curve is incomplete: {lost_records} records of metrics.jsonl were lost" if lost_records else "")
     )

@@ -160,7 +160,6 @@ def describe_scores(result: Json) -> str:
     """Return the result as text."""
     overlap_warning = result["trained_on"] and Overlap(**result["trained_on"]).warning()
     warned = f"\nWARNING: {overlap_warning}" if overlap_warning else ""
-    shifts = ["", *describe_shifts(result["shifts"])] if "shifts" in result else []
     if "retrieval" in result:
         part = f"{result['part']}: " if result["part"] else ""
         return part + describe_retrieval(result["retrieval"]) + warned
@@ -171,5 +170,5 @@ def describe_scores(result: Json) -> str:
         f"{result['classes']} classes (chance {result['chance']:.2f} %{skipped})\n"
         f"prompts {prompts['set']} ({prompts['templates']}), {result['class_names']}, {result['tokenizer']['name']}"
         + warned
-        + "\n".join(shifts)
+        + "".join(f"\n{line}" for line in describe_shifts(result))
     )

@@ -8,7 +8,7 @@ from typing import Any
 from dpn_cli.data.shifted_images import ShiftedImages, shift_side
 from dpn_cli.data.sources.base import LabelledImages
 from dpn_cli.engine import fit as engine
-from dpn_cli.report.shift_scores import count_passes, save_shifts, score_shifts
+from dpn_cli.report.shift_scores import save_shifts, score_shifts
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from tasks.lit.options import LitEvalOptions
@@ -42,7 +42,7 @@ def score_zeroshot_shifts(
 
     with (
         engine.precision_of(options.runtime, world.device),
-        console.counting("shifts", count_passes(len(networks), shift) * world.share(len(split.labels))) as on_progress,
+        console.counting("shifts", shift.count_passes(len(networks)) * world.share(len(split.labels))) as on_progress,
     ):
         classes = {network: classifier_of(own, names, templates, None, world) for network, own in networks.items()}
 

@@ -7,7 +7,7 @@ from typing import Any
 from dpn_cli.config.schema import Runtime
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
-from dpn_cli.report.shift_scores import count_passes, describe_shifts, save_shifts, score_shifts
+from dpn_cli.report.shift_scores import describe_shifts, save_shifts, score_shifts
 from dpn_cli.run import distributed, signals
 from dpn_cli.run.console import Console, OnProgress, ignore_progress
 from dpn_cli.run.distributed import World, join
@@ -93,8 +93,8 @@ def _score_shifts(
             raise DataError(f"--baseline {options.shift.baseline}: its classes are not those of {options.run}")
         baseline.network.to(world.device)
         segmenters[options.shift.baseline] = baseline
-    passes = count_passes(len(segmenters), options.shift)
-    with console.counting("shifts", passes * world.share(len(pairs))) as on_progress:
+    passes = options.shift.count_passes(len(segmenters)) * world.share(len(pairs))
+    with console.counting("shifts", passes) as on_progress:
 
         def miou(network: str, name: str, severity: int) -> float:
             own, shifted = segmenters[network], ShiftedPairs(pairs, name, severity, options.shift.seed)
@@ -162,4 +162,4 @@ def describe_scores(result: dict[str, Any]) -> str:
         + (f"; resized: mIoU {result['resized']['miou']:.2f} %" if "resized" in result else "")
         + (f"; {unseen_classes} of {result['classes']} classes do not occur" if unseen_classes else "")
     )
-    return "\n".join([line, *(describe_shifts(result["shifts"]) if "shifts" in result else [])])
+    return "\n".join([line, *describe_shifts(result)])

@@ -62,11 +62,12 @@ def _reads() -> Iterator[set[tuple[type, str]]]:
         yield observed
 
 
+SHIFTED = {"shift.names": ("gain",), "shift.severities": (1,)}
 # What the second training of a task has, to read the keys of what the first one does not do.
 SECOND: dict[str, dict[str, Any]] = {
     "lit": {"cache.use": False, "loss": "siglip"},
-    "highres": {"mixing": "timm", "cutmix": 1.0},
-    "pretrain": {"mixing": "timm", "cutmix": 1.0},
+    "highres": {"mixing": "timm", "cutmix": 1.0, **SHIFTED},
+    "pretrain": {"mixing": "timm", "cutmix": 1.0, **SHIFTED},
 }
 SCHEMAS: dict[str, type[Section]] = {
     "vtab": VtabConfig,
@@ -113,7 +114,7 @@ UNREAD = {
     "vtab": ("data.image_column", "data.label_column", "allow_failed"),
     "highres": (*SEVERAL, SHARDED),
     "pretrain": (*SEVERAL, SHARDED),
-    "distill": (*SEVERAL, SHARDED),
+    "distill": (*SEVERAL, SHARDED, "shift.seed", "shift.severities"),
     "lit": SEVERAL,
     "segment": ("compare", "data.image_column", "data.mask_column", "seeds"),
 }
@@ -219,6 +220,7 @@ WITHOUT_EFFECT = {
     **dict.fromkeys(("compare", "seeds", "stages"), "make several trainings of one"),
     **dict.fromkeys(("data.image_column", "data.label_column"), "columns of data sets from the hub"),
     **dict.fromkeys(("data.val_source", "data.eval_resize", "eval_batch_size"), "what is scored, and how"),
+    **dict.fromkeys(("shift.names", "shift.severities", "shift.seed"), "what is scored under shifts"),
     **dict.fromkeys(("evaluate_every", "fewshot", "fewshot_data"), "when it is scored, and a probe"),
     **dict.fromkeys(("data.shuffle", SHARDED), "data in shards"),
     "select": "which evaluated step is kept; the last of two steps is the best one here",

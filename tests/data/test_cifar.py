@@ -34,6 +34,7 @@ from tasks.classify import train as training
 from tasks.classify.config import resolve_steps
 from tasks.classify.data import open_data
 from tasks.classify.pretrain_config import PretrainConfig, finalize, resolve
+from tasks.classify.training_batches import training_batches
 
 TEN, HUNDRED, TEN_BYTES, HUNDRED_BYTES = LAYOUTS
 
@@ -243,7 +244,7 @@ def test_images_match_torchvisions_augmentation(tmp_path: Path) -> None:
     data = open_data(config)
     model = training.load_network(config, 10)
     single = World(0, 1, torch.device("cpu"))
-    (batch,) = itertools.islice(training.training_batches(config, model, data, single, workers=0)(2), 1)
+    (batch,) = itertools.islice(training_batches(config, model, data, single, workers=0)(2), 1)
     make = transforms.Compose(
         [
             RandomResizedCropAndInterpolation(48, interpolation="bilinear"),

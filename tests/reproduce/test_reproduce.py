@@ -53,7 +53,7 @@ def one_of_each_group(*names: str, small: bool = False) -> list[PaperTrial]:
 @pytest.mark.parametrize("small", [False, True])
 def test_every_training_is_a_valid_command_line(small: bool) -> None:
     trials = one_of_each_group(*EXPERIMENTS, small=small)
-    assert len(trials) == (65 if small else 193)
+    assert len(trials) == (70 if small else 198)
     for trial in trials:
         config = runner.layers(trial.line(NOWHERE))
         backbone = config.backbone
@@ -63,7 +63,8 @@ def test_every_training_is_a_valid_command_line(small: bool) -> None:
             assert (backbone.norm or "ln") in ("ln", *slug.split("-"))
             assert (backbone.placement or "pre,pre").replace(",", "_") in ("pre_pre", *slug.split("-"))
         else:
-            assert backbone.checkpoint == f"out/{trial.start.name}"
+            start = config.teacher if trial.command == "distill" else backbone.checkpoint
+            assert start == f"out/{trial.start.name}"
         last = trial.name.rpartition("/")[2]
         assert (len(config.seeds) if last == "3-seeds" else f"seed{config.seed}") in (3, last)
         if "highres" in trial.name:

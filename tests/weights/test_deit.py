@@ -35,6 +35,7 @@ from tasks.classify.config import resolve_steps
 from tasks.classify.data import open_data
 from tasks.classify.preflight import check_batch
 from tasks.classify.pretrain_config import PretrainConfig, finalize, resolve
+from tasks.classify.training_batches import augmentation_of, training_batches
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU)
@@ -62,7 +63,7 @@ def batches_of(
 ) -> list[Batch]:
     data = open_data(config)
     model = training.load_network(config, len(data.classes))
-    return list(itertools.islice(training.training_batches(config, model, data, world, workers=workers)(start), count))
+    return list(itertools.islice(training_batches(config, model, data, world, workers=workers)(start), count))
 
 
 def same(actual: list[Batch], expected: list[Batch]) -> None:
@@ -120,7 +121,7 @@ def test_an_image_equals_the_output_of_timms_transform(photos: Path) -> None:
 def test_erased_images_are_in_the_range_of_the_network(photos: Path) -> None:
     model = training.load_network(tiny(photos), 3)
     model.mean, model.std = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
-    options = training.augmentation_of(tiny(photos), model)
+    options = augmentation_of(tiny(photos), model)
     assert (options.mean, options.std) == (model.mean, model.std)
 
 

@@ -12,6 +12,7 @@ from dpn_cli.data.loader import count_workers
 from dpn_cli.data.prefetch import check_cache
 from dpn_cli.data.shard_sampler import make_shard_order
 from dpn_cli.errors import DataError, DpnError
+from dpn_cli.report.shift_scores import describe_shifts
 from dpn_cli.run import console as terminal
 from dpn_cli.run.artifact_kinds import WEIGHTS, Kind
 from dpn_cli.run.console import Console, count_noun
@@ -103,6 +104,7 @@ def describe(result: Json) -> str:
         )
     for name, probe in (result["fewshot"] or {}).items():
         lines += [f"{name}, {probe['data']}: {line.strip()}" for line in describe_accuracies(probe)]
+    lines += describe_shifts(result)
     return "\n".join(lines)
 
 
@@ -110,6 +112,10 @@ def _check(run: Run[DistillConfig], teacher: Classifier, images: DistillSplits, 
     """Check batch and images, and that a resumed run has its first images and teacher. Raises `DpnError`."""
     config, folder, world = run.config, run.folder, run.world
     check_divides(config.batch_size, config.runtime.micro_batch_size, world)
+    if config.shift.names and images.val is None:
+        raise DataError(
+            "--shifts: scores teacher and student on labelled images, and there are none; name them with --val-data"
+        )
     check_stages(config)
     if message := describe_resize(teacher):
         run.console.warn(message)

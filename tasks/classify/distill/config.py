@@ -36,6 +36,7 @@ from dpn_cli.config.schema import (
     SkipBadImages,
     refuse_unused,
 )
+from dpn_cli.config.shift_options import ShiftSection
 from dpn_cli.errors import DpnError
 from dpn_cli.sweep.grid import SweepConfig
 
@@ -208,6 +209,7 @@ class DistillConfig(SweepConfig):
         ),
     ] = None
     fewshot: Positive = 25
+    shift: ShiftSection = ShiftSection()
     eval_batch_size: Positive = 64
     evaluate_every: Positive = 2500
 

@@ -65,5 +65,5 @@ def _sample_work(distillation: Distillation, student: Backbone) -> Sampled:
         lambda: scoring.agreement(student),
         lambda: load_batch(samples, teacher_classifier.transform, config, world),
         during=len(held_out.labels),
-        end=len(held_out.labels) + labelled,
+        end=len(held_out.labels) + labelled * (1 + config.shift.count_passes(networks=2)),
     )

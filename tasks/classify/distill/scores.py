@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+from dpn_cli.data.sources.base import LabelledImages
 from dpn_cli.engine import fit as engine
 from dpn_cli.metrics import Scores, score
 from dpn_cli.run import distributed
-from dpn_cli.run.console import Console
+from dpn_cli.run.console import Console, OnProgress, ignore_progress
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import Backbone
 from tasks.classify.classifier import Classifier, compute_logits
+from tasks.classify.classifier_shifts import ClassifierShifts
 from tasks.classify.distill.agreement import Agreement, compute_agreement
 from tasks.classify.distill.config import DistillConfig
 from tasks.classify.distill.data import DistillSplits
@@ -52,14 +55,38 @@ class DistillScorer:
 
     def scores(self, model: Backbone, *, keep_predictions: bool = False) -> Scores | None:
         """Score a network on the labelled images; None without them. See `score`."""
-        data, config = self.data, self.config
-        if data.val is None:
+        if self.data.val is None:
             return None
-        classifier = as_classifier(config, self.teacher_classifier, model)
+        return self._scores(self._classifier(model), self.data.val, keep_predictions=keep_predictions)
+
+    def shifts(self, student: Backbone) -> tuple[Json, ClassifierShifts] | None:
+        """Score student and teacher under the config's shifts; None without any. Also returns the shifted images."""
+        if self.data.val is None or not self.config.shift.names:
+            return None
+        classifiers = {"student": self._classifier(student), "teacher": self.teacher_classifier}
+        shifts = ClassifierShifts(self.data.val, self.config.shift, classifiers["student"])
+
+        def top1(classifier: Classifier, images: LabelledImages, on_progress: OnProgress) -> float:
+            return self._scores(classifier, images, on_progress=on_progress).top1
+
+        return shifts.score(classifiers, top1, self.world, self.console), shifts
+
+    def _classifier(self, model: Backbone) -> Classifier:
+        return as_classifier(self.config, self.teacher_classifier, model)
+
+    def _scores(
+        self,
+        classifier: Classifier,
+        images: LabelledImages,
+        *,
+        keep_predictions: bool = False,
+        on_progress: OnProgress = ignore_progress,
+    ) -> Scores:
+        data, config = self.data, self.config
         with engine.precision_of(config.runtime, self.world.device):
             return score(
-                lambda images: compute_logits(classifier, images),
-                data.val,
+                partial(compute_logits, classifier),
+                images,
                 classifier.transform,
                 len(data.classes),
                 self.world,
@@ -69,6 +96,7 @@ class DistillScorer:
                 skip_bad=config.data.skip_bad_images,
                 columns=None if data.columns is None else data.columns.to(self.world.device),
                 keep_predictions=keep_predictions,
+                on_progress=on_progress,
             )
 
     def describe_teacher(self) -> Json:

@@ -309,6 +309,11 @@ class Distillation:
             "decoder": self.images.train.reading.versions(),
             "differs_from_paper": self.run.differs,
         }
+        shifts = self.scoring.shifts(student)
+        if shifts:
+            result["shifts"], shifted_images = shifts
         if scores is not None and self.images.val is not None and self.world.leads:
             result |= save_scores(self.path, scores, self.images.classes, self.images.val)
+            if shifts:
+                shifted_images.save(self.path, result["shifts"], scores.predictions[0].row)
         return result

@@ -25,6 +25,7 @@ from support.highres import highres_config, train_highres
 from tasks.classify import train as training
 from tasks.classify.classifier import Classifier, load_classifier, save_classifier
 from tasks.classify.preflight import resize_side_of
+from tasks.classify.training_batches import augmentation_of
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -138,4 +139,4 @@ def test_flips_are_an_option_of_both_commands(command: list[str]) -> None:
 def test_the_flip_key_reaches_the_training_images(edges: Path) -> None:
     for flip in (True, False):
         config = highres_config(edges, data={"flip": flip})
-        assert training.augmentation_of(config, training.load_network(config, 2)).flip is flip
+        assert augmentation_of(config, training.load_network(config, 2)).flip is flip

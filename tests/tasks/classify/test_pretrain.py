@@ -47,6 +47,7 @@ from tasks.classify.classifier import load_classifier
 from tasks.classify.data import open_data
 from tasks.classify.pretrain_config import PretrainConfig, finalize, resolve
 from tasks.classify.train import load_network
+from tasks.classify.training_batches import augmentation_of
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -256,7 +257,7 @@ def test_a_config_reaches_the_network_the_images_and_the_labels(
 ) -> None:
     config = small_pretrain_config(photos, mixup=0.2)
     model = load_network(config, 6)
-    assert training.augmentation_of(config, model) == Augmentation((32, 32), "exact", 0.2, 2, 15, "inception")
+    assert augmentation_of(config, model) == Augmentation((32, 32), "exact", 0.2, 2, 15, "inception")
     vit_config = model.config
     assert (vit_config.dropout, vit_config.drop_path, vit_config.drop_path_rescale, vit_config.pre_logits) == (
         0.1,
