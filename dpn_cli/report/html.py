@@ -44,6 +44,7 @@ def render(title: str, sections: Sequence[PageSection], svgs: Mapping[str, Marku
         "data_uri": _data_uri,
         "anchor": anchor,
         "gathered": _group_charts,
+        "breakable": _breakable,
     }
     return environment.get_template("page.html").render(title=title, sections=sections, svgs=svgs) + "\n"
 
@@ -60,6 +61,12 @@ def _group_charts(parts: Sequence[Part]) -> list[list[Part]]:
         members = list(neighbours)
         groups += [members] if chart else [[part] for part in members]
     return groups
+
+
+def _breakable(line: str) -> Markup:
+    """Return a line that breaks after the separators of a path, and before the suffix of a file."""
+    parts = re.split(r"(?<=[/_-])|(?=\.[A-Za-z]{2,5}$)", printable(line))
+    return Markup("<wbr>").join(parts)
 
 
 def _join_lines(value: Any) -> Any:

@@ -166,6 +166,7 @@ class Predictions:
         summary: Sequence[Part],
         lines: Callable[[Json], Sequence[str]],
         across: int = 0,
+        sections: Sequence[PageSection] = (),
     ) -> None:
         """Write the files that were asked for.
 
@@ -175,6 +176,7 @@ class Predictions:
             summary: parts of the page about all images.
             lines: returns the lines below the thumbnail of a result.
             across: thumbnails per row; 0 for as many as fit.
+            sections: more sections at the end of the page.
 
         Raises:
             SaveError: a file cannot be written.
@@ -187,7 +189,7 @@ class Predictions:
             facts: list[tuple[str, Cell]] = [("network", run), ("images", len(self.results))]
             section = PageSection("Predictions", [*self.left_out(), Table("", ("", ""), facts), *summary])
             title = f"{command}: {count_noun(len(self.results), 'image')}"
-            write_gallery(self.written.html, title, section, gallery)
+            write_gallery(self.written.html, title, section, gallery, sections)
 
     def _caption(self) -> str:
         if len(self.images) == len(self.results):
@@ -216,9 +218,11 @@ class Predictions:
         )
 
 
-def write_gallery(file: Path, title: str, section: PageSection, gallery: Gallery) -> None:
-    """Write a page of images below a section about all of them. Raises `SaveError`."""
-    replace_text(file, render(title, [section, PageSection("Images", [gallery])], {}))
+def write_gallery(
+    file: Path, title: str, section: PageSection, gallery: Gallery, sections: Sequence[PageSection] = ()
+) -> None:
+    """Write a page of images below a section about all of them, and more sections. Raises `SaveError`."""
+    replace_text(file, render(title, [section, PageSection("Images", [gallery]), *sections], {}))
 
 
 def thumbnails(

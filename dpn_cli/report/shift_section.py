@@ -77,9 +77,10 @@ def compared_shifts(run: RunRecord, prefix: str) -> list[PageSection]:
         curves = {name: [_curve(result["shifts"], shift) for result in found] for name, found in results.items()}
         series = [mean_with_band(name, lines) for name, lines in curves.items() if lines]
         metric = score_name(run.result["score"])
-        title = f"{metric} {score_name(key)}, mean over seeds in a band that holds all of them"
         axes = "severity, 0 is unshifted", f"{metric} in %"
-        parts.append(LineChart(f"{prefix}shifts_{shift}", title, *axes, series, from_zero=True))
+        caption = "Mean over seeds, in a band that holds all of them." if any(line.low for line in series) else ""
+        title = f"{metric} {score_name(key)}"
+        parts.append(LineChart(f"{prefix}shifts_{shift}", title, *axes, series, from_zero=True, caption=caption))
     if not parts:
         return []
     differences = {(entry["network"], key): entry[key] for entry in compared["differences"] for key in keys}

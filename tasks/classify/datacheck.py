@@ -40,7 +40,8 @@ def check_data(config: SupervisedConfig, findings: DataFindings, ranks: int) -> 
     findings.add_duplicates(*inspections.values())
     size, count = input_size(config), len(train.readable)
     if small := sum(min(side) < min(size) for side in train.sides[train.readable].tolist()):
-        findings.notes.append(f"{small} of {count} training images are smaller than the input of {min(size)} pixels")
+        images = f"{count} training images" if count == len(data.train.labels) else f"{count} readable training images"
+        findings.notes.append(f"{small} of {images} are smaller than the input of {min(size)} pixels")
     _check_order(str(config.data.source), data.classes, findings)
     if message := describe_imagenet(data):
         findings.notes.append(message)

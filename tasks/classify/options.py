@@ -27,7 +27,7 @@ from dpn_cli.config.schema import (
     SkipBadImages,
     split_list,
 )
-from dpn_cli.config.shift_options import ShiftOptions
+from dpn_cli.config.shift_options import ShiftOptions, ShiftSection
 from dpn_cli.sweep.grid import COMPARE, SEED_COUNT, Networks, fill_checkpoint_name, parse_seeds, settings_of
 from tasks.classify.config import Share
 
@@ -183,7 +183,14 @@ class PredictOptions(ImageFileOptions):
 
     reading: ClassifierImageReading = ClassifierImageReading()
     top: Annotated[Positive, flag("--top", "-k", help="Classes per image.", panel=OUTPUT)] = 3
+    shift: ShiftSection = ShiftSection()
     batch_size: ForwardBatchSize = 64
+
+    @model_validator(mode="after")
+    def _shifts_have_a_page(self) -> PredictOptions:
+        if self.shift.names and not self.written.html:
+            raise ValueError("--shifts: shows images under shifts on a page; name its file with --html")
+        return self
 
 
 class ExportOptions(Section):

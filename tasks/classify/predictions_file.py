@@ -63,13 +63,20 @@ def write_predictions(
 ) -> None:
     """Write predictions.csv, and the most confident mistakes as small images to ``mistakes/ROW.jpg``.
 
-    Images of an earlier evaluation there are deleted. Raises `SaveError`.
+    An image in shards has its name in the data set, any other its file. Images of an earlier evaluation there are
+    deleted. Raises `SaveError`.
     """
     if (folder / PREDICTIONS).is_file():
         for path in (folder / MISTAKES).glob("*.jpg"):
             path.unlink()
     rows: list[list[Cell]] = [
-        [row, split.locate(row), names[label], names[predicted], f"{confidence:.6f}"]
+        [
+            row,
+            split.key(row) if split.shards else split.locate(row),
+            names[label],
+            names[predicted],
+            f"{confidence:.6f}",
+        ]
         for row, label, predicted, confidence in predictions
     ]
     replace_text(folder / PREDICTIONS, as_csv([COLUMNS, *rows]))

@@ -20,7 +20,7 @@ from PIL import Image
 # a fixture
 from dpn_cli.config.schema import PredictionFiles
 from dpn_cli.data.decode import ReadOptions, read_pixels
-from dpn_cli.report.content import Legend, PageSection
+from dpn_cli.report.content import Gallery, Legend, PageImage, PageSection
 from dpn_cli.report.html import render
 from dpn_cli.report.predictions import MOST_SHOWN, Predictions, spread, tally
 from dpn_cli.report.thumbnails import DENSITY, SIDE, thumbnail
@@ -330,3 +330,9 @@ def test_commands_that_read_images_report_progress(label: str, place: Path, monk
     told = re.findall(rf"^{label.removesuffix('.safetensors')}: (\d+) of (\d+) images$", result.stderr, re.MULTILINE)
     assert told, result.stderr
     assert told[-1][0] == told[-1][1]
+
+
+def test_a_name_below_a_thumbnail_breaks_at_its_separators() -> None:
+    gallery = Gallery("Images", [PageImage(b"", ["clothes/dress-1/IMG_2023<b>.jpeg", "dress 39.9%"])])
+    page = render("Page", [PageSection("Images", [gallery])], {})
+    assert "clothes/<wbr>dress-<wbr>1/<wbr>IMG_<wbr>2023&lt;b&gt;<wbr>.jpeg<br>dress 39.9%" in page

@@ -17,6 +17,7 @@ from sklearn.metrics import confusion_matrix
 # a fixture
 from torchmetrics.classification import MulticlassCalibrationError
 
+from dpn_cli.data.image_source import ImageSource, open_split
 from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.metrics import Confusion, ImagePrediction, score
 from dpn_cli.report.confusions import cluster_classes
@@ -125,6 +126,16 @@ def test_the_most_confident_mistakes_are_saved_as_small_images(tmp_path: Path) -
         assert max(image.size) <= SIDE
     rows = list(csv.DictReader((tmp_path / "predictions.csv").read_text().splitlines()))
     assert [rows[15][key] for key in COLUMNS[2:]] == ["class1", "class0", "0.066667"]
+
+
+def test_an_image_in_shards_has_its_name_in_the_data_set(tmp_path: Path) -> None:
+    photos = write_class_folders(tmp_path / "photos/train", each=2).parent
+    assert run_dpn("data", "pack", "--data", str(photos), "-o", str(tmp_path / "pack")).exit_code == 0
+    split, classes = open_split(ImageSource(str(tmp_path / "pack")), "train")
+    write_predictions(tmp_path, [ImagePrediction(row, split.labels[row], 0, 0.5) for row in range(6)], classes, split)
+    rows = list(csv.DictReader((tmp_path / "predictions.csv").read_text().splitlines()))
+    names = {f"class{label}/00{number}.jpg" for label in range(3) for number in range(2)}
+    assert {row[COLUMNS[1]] for row in rows} == names
 
 
 def evaluated(folder: Path, classes: int, images: int) -> Path:

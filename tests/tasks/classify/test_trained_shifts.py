@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from dpn_cli.config.cost import Cost
+from dpn_cli.data.decode import ReadOptions, read_pixels
+from dpn_cli.data.shifted_images import image_rng, reduce_to
+from dpn_cli.data.shifts import shift_pixels
 from dpn_cli.engine.dry_run import DryRunSetup
 from support.cli import run_dpn
 from support.distill import write_teacher
@@ -100,7 +105,7 @@ def test_networks_are_compared_under_shifts_in_pairs(command: list[str], tmp_pat
     assert "top-1 under shifts in % (means over severities), and the difference to none" in " ".join(printed.split())
     assert "gaussian noise" in printed
     assert "under gain" not in printed  # one table for all shifts
-    assert "top-1 under gain, mean over seeds in a band that holds all of them" in page_of(tmp_path / "all")
+    assert "Mean over seeds, in a band that holds all of them." in page_of(tmp_path / "all")
     rows = (tmp_path / "all/page/figures/shifts_gain.csv").read_text().splitlines()
     assert len(rows) == 1 + 2 * 3  # two networks, unshifted and at two severities
 
@@ -125,3 +130,27 @@ def test_a_dry_run_counts_the_passes_of_the_shifts(
     monkeypatch.setattr(dry_run, "dry_run_fit", measure)
     assert run_dpn(*command, "--dry-run", "-o", str(tmp_path / "run")).exit_code == 0
     assert scored == [24 * (1 + 1 + 2 * 2)]  # once for the accuracy, once unshifted, and two shifts of two severities
+
+
+def test_a_page_of_predictions_shows_an_image_under_shifts(command: list[str], photos: Path, tmp_path: Path) -> None:
+    """Its classes are those that `dpn predict` finds in the shifted image."""
+    run, page = tmp_path / "run", tmp_path / "page.html"
+    run_dpn(*[word for word in command if word not in SHIFTS], "-o", str(run))
+    image = photos / "val/class0/000.jpg"
+    quick = [word for word in QUICK if word != "--json"]
+    shown = run_dpn("predict", str(run), str(image), *SHIFTS, "--html", str(page), *quick)
+    assert shown.exit_code == 0, shown.output
+    pixels = reduce_to(read_pixels(image, "x", ReadOptions()), 18)  # of the network's 16 pixels, as 256 is of 224
+    text = page.read_text().replace("<wbr>", "")
+    for shift, severity in (("gain", 5), ("gaussian_noise", 2)):
+        shifted = tmp_path / f"{shift}.png"
+        rng = image_rng(7, shift, severity, image.name)
+        Image.fromarray(shift_pixels(pixels, shift, severity, rng)).save(shifted)
+        (predicted,) = json.loads(run_dpn("predict", str(run), str(shifted), *QUICK).stdout)
+        best = predicted["classes"][0]
+        found = re.search(rf"(\w+) ([\d.]+)%<br>{shift} {severity}<", text)
+        assert found
+        assert (found[1], float(found[2])) == (best["name"], pytest.approx(100 * best["probability"], abs=0.06))
+    refused = run_dpn("predict", str(run), str(image), "--shifts", "light")
+    assert refused.exit_code == 2
+    assert "name its file with --html" in " ".join(refused.stderr.split())
