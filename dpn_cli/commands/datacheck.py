@@ -11,7 +11,7 @@ import typer
 from dpn_cli.commands import one_line_errors
 from dpn_cli.commands.options import CONFIG_OPTIONS, PRINTING, keys_of, option, with_signature
 from dpn_cli.commands.train_command import TrainCommand
-from dpn_cli.commands.trainers import ADE20K, FOLDER, HIGHRES, LIT, PRETRAIN, TRAIN_COMMANDS, VTAB, module_of
+from dpn_cli.commands.trainers import ADE20K, DISTILL, FOLDER, HIGHRES, LIT, PRETRAIN, TRAIN_COMMANDS, VTAB, module_of
 from dpn_cli.config.option import DATA, RUNTIME
 from dpn_cli.errors import CheckError
 from dpn_cli.run.console import Console, count_noun, show
@@ -21,6 +21,7 @@ CHECKS: dict[str, tuple[TrainCommand, str]] = {
     "vtab": (VTAB, "vtab-1k"),
     "highres": (HIGHRES, "photos --val-fraction 0.2"),
     "pretrain": (PRETRAIN, "imagenet"),
+    "distill": (DISTILL, "photos"),
     "lit": (LIT, "pairs.csv"),
     "ade20k": (ADE20K, "ADEChallengeData2016"),
     "folder": (FOLDER, "DIR"),

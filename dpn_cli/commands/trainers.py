@@ -266,6 +266,7 @@ MODULES = {
     "data check vtab": "tasks.vtab.datacheck",
     "data check highres": "tasks.classify.datacheck",
     "data check pretrain": "tasks.classify.datacheck",
+    "data check distill": "tasks.classify.distill.datacheck",
     "data check lit": "tasks.lit.datacheck",
     "data check ade20k": "tasks.segment.datacheck",
     "data check folder": "tasks.segment.datacheck",

@@ -103,6 +103,7 @@ GOOD: dict[str, list[str]] = {
     "data check vtab": ["--data", "demo", "--tasks", "demo_color", "-j", "0"],
     "data check highres": ["--data", "PHOTOS", "--val-fraction", "0.4", "-j", "0"],
     "data check pretrain": ["--data", "PHOTOS", "--val-fraction", "0.4", "-j", "0"],
+    "data check distill": ["--data", "PHOTOS", "-j", "0"],
     "data check lit": ["--data", "PAIRS", "-j", "0"],
     "data check ade20k": ["--data", "demo", "-j", "0"],
     "data check folder": ["--data", "demo", "-j", "0"],

@@ -106,6 +106,20 @@ def test_everything_wrong_with_folders_is_listed_by_file_name(folder: Path) -> N
     assert any("1 image with the same decoded pixels as another" in warning for warning in result["warnings"])
 
 
+def test_images_without_labels_are_checked_for_a_distillation(folder: Path) -> None:
+    """The validation images are among them: scores on those would be worth nothing."""
+    (folder / "train/class0/torn.jpg").write_bytes(b"no image")
+    photo = next((folder / "val/class1").iterdir())
+    (folder / "train/class1/again.jpg").write_bytes(photo.read_bytes())
+    result = checked("distill", "--data", str(folder), "-b", "3", code=3)
+    assert [Path(text.split(":")[0]).name for text in texts(result, "unreadable")] == ["torn.jpg"]
+    (twins,) = texts(result, "same image")
+    assert {Path(name.split(" (")[0]).name for name in twins.split(" = ")} == {"again.jpg", photo.name}
+    assert list(result["splits"]) == list(result["fingerprint"]) == ["train", "held_out", "val"]
+    assert "labels" not in result["splits"]["train"]
+    assert result["splits"]["val"]["labels"]["classes"] == 3
+
+
 def test_twins_of_which_one_falls_into_minival_are_warned_of_only(folder: Path) -> None:
     for path in list((folder / "train").rglob("*.jpg")):
         path.with_name(f"twin-{path.name}").write_bytes(path.read_bytes())

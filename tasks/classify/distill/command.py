@@ -22,8 +22,8 @@ from dpn_cli.run.run_dir import describe_device
 from dpn_cli.weights.backbone import LoadReport
 from tasks.classify.classifier import Classifier
 from tasks.classify.distill.cache import check_views
-from tasks.classify.distill.config import DistillConfig
-from tasks.classify.distill.data import DistillSplits, open_images
+from tasks.classify.distill.config import DistillConfig, limit_batch
+from tasks.classify.distill.data import DistillSplits, check_count, open_images
 from tasks.classify.distill.dry_run import dry_run_stages
 from tasks.classify.distill.student import describe_resize, load_teacher, with_teacher_defaults
 from tasks.classify.distill.train import Distillation
@@ -45,7 +45,9 @@ def run(config: DistillConfig, launch: LaunchOptions, console: Console) -> Json 
         result = None if launch.dry_run else run.folder.result
         if result is None:
             images = open_images(run.config, teacher.classes or None, console)
-            counted = resolve_training_steps(run.config, len(images.train.labels) / config.batch_size, console.info)
+            count = len(images.train.labels)
+            limited = limit_batch(run.config, count, console.info)
+            counted = resolve_training_steps(limited, count / limited.batch_size, console.info)
             _check(replace(run, config=counted), teacher, images, dry_run=launch.dry_run)
             distillation = Distillation(replace(run, config=counted), teacher, images)
             if launch.dry_run:
@@ -111,6 +113,7 @@ def describe(result: Json) -> str:
 def _check(run: Run[DistillConfig], teacher: Classifier, images: DistillSplits, *, dry_run: bool) -> None:
     """Check batch and images, and that a resumed run has its first images and teacher. Raises `DpnError`."""
     config, folder, world = run.config, run.folder, run.world
+    check_count(f"--data {config.data.source}", len(images.train.labels), config.batch_size)
     check_divides(config.batch_size, config.runtime.micro_batch_size, world)
     if config.shift.names and images.val is None:
         raise DataError(

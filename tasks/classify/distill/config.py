@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -41,6 +42,8 @@ from dpn_cli.errors import DpnError
 from dpn_cli.sweep.grid import SweepConfig
 
 Start = Literal["retrofit", "anneal", "copy", "scratch"]
+# Smallest batch that `limit_batch` chooses.
+LEAST_BATCH = 32
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -183,6 +186,10 @@ class DistillConfig(SweepConfig):
     stem_lr: Annotated[Annotated[float, Field(gt=0)] | None, Field(description="a number above 0, or null for lr")] = (
         None
     )
+    batch_share: Annotated[
+        Annotated[float, Field(gt=0, lt=1)] | None,
+        Field(description="the largest share of the images in a batch, above 0 and below 1, or null for batch_size"),
+    ] = None
     mixup: Annotated[
         NonNegative, flag("--mixup", help="Strength p of mixup, Beta(p, p), of images; 0 for none.", panel=TRAIN)
     ] = 0.0
@@ -269,9 +276,25 @@ def resolve(
         log("a student from scratch: losses.tokens and losses.representation are 0 unless they are set")
         base = merge(base, {"losses": {"tokens": 0.0, "representation": 0.0}})
     plain = merge_layers(base, file, command, shipped, log)
+    if "batch_size" in command and "batch_share" not in command:
+        plain = merge(plain, {"batch_share": None})
     if not plain.get("stem_share") and "stem_lr" not in command:
         plain = merge(plain, {"stem_lr": None})
     return merge(plain, {"data": {"source": DEMO_OBJECTS if demo else source}})
+
+
+def limit_batch(config: DistillConfig, images: int, log: Logger = discard_message) -> DistillConfig:
+    """Return the config with the batch for a number of images: a power of two up to their ``batch_share``.
+
+    It is `LEAST_BATCH` at least, and `batch_size` at most. The batch of fewer images than `LEAST_BATCH` is all of them.
+    """
+    if config.batch_share is None or not images:
+        return config
+    batch = max(LEAST_BATCH, 2 ** int(math.log2(max(1.0, config.batch_share * images))))
+    batch = min(batch, images, config.batch_size)
+    if batch < config.batch_size:
+        log(f"{images} images: batches of {batch} (batch_share {config.batch_share:g}; --batch-size sets another)")
+    return config.model_copy(update={"batch_size": batch})
 
 
 def finalize(config: DistillConfig, demo_teacher: str | None = None) -> DistillConfig:

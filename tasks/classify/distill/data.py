@@ -71,20 +71,25 @@ def check_count(option: str, images: int, batch_size: int) -> None:
         )
 
 
-def open_images(config: DistillConfig, classes: Sequence[str] | None, console: Console) -> DistillSplits:
-    """Open the config's images; `classes` are the teacher's, None where it has no head.
-
-    Raises `DataError` where there are fewer images than a batch, and for labelled images (``--val-data``) of classes
-    that the teacher does not know; such images inside ``--data`` are ignored with a message.
-    """
+def source_of(config: DistillConfig) -> ImageSource:
+    """Return the source of the config's images."""
     data = config.data
-    source = ImageSource(
+    return ImageSource(
         data.source or "demo",
         data.val_source,
         image_column=data.image_column,
         label_column=data.label_column,
         reading=ReadOptions(decoder_of(data.decode), data.max_pixels, exif=data.exif),
     )
+
+
+def open_images(config: DistillConfig, classes: Sequence[str] | None, console: Console) -> DistillSplits:
+    """Open the config's images; `classes` are the teacher's, None where it has no head.
+
+    Raises `DataError` for labelled images (``--val-data``) of classes
+    that the teacher does not know; such images inside ``--data`` are ignored with a message.
+    """
+    data, source = config.data, source_of(config)
     images = open_unlabelled(source)
     order = hash_order(images)
     cut = len(order) - minival_size(len(order), data.held_out)
@@ -94,9 +99,8 @@ def open_images(config: DistillConfig, classes: Sequence[str] | None, console: C
             f"--data {data.source}: none of {len(order)} images is held out to compare teacher and student on; see "
             "data.held_out"
         )
-    check_count(f"--data {data.source}", len(train.labels), config.batch_size)
     val, columns, names = None, None, tuple[str, ...]()
-    if classes is not None and (data.val_source or _labelled_val(source)):
+    if classes is not None and (data.val_source or has_labelled_val(source)):
         val, names = open_split(source, "val")
         try:
             columns = match_classes(classes, names)
@@ -124,6 +128,6 @@ def augmentation_of(config: DistillConfig, size: tuple[int, int]) -> Augmentatio
     )
 
 
-def _labelled_val(source: ImageSource) -> bool:
+def has_labelled_val(source: ImageSource) -> bool:
     """Return whether data have validation images of their own, in folders of classes."""
     return not is_shards(source.location) and has_split(source, "val")

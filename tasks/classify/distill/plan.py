@@ -14,7 +14,7 @@ from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone
 from tasks.classify.distill.cache import check_views, count_values, target_shapes
-from tasks.classify.distill.config import DistillConfig, Losses
+from tasks.classify.distill.config import DistillConfig, Losses, limit_batch
 from tasks.classify.distill.data import check_count, open_images
 from tasks.classify.distill.student import check_pair, load_teacher, new_student, start_of
 from tasks.classify.plan import DEFAULT_DATA
@@ -38,11 +38,12 @@ def estimate(config: DistillConfig, arch: str, images: int | None, *, count_data
     unfitted = config.backbone.model_copy(update={"start": start if start == "scratch" else "copy"})
     student, _ = new_student(config.model_copy(update={"backbone": unfitted}), teacher, lambda: iter(()))
     check_pair(config, teacher, student)
-    check_divides(config.batch_size, config.runtime.micro_batch_size, World(0, ranks, torch.device("cpu")))
-    if images is not None:
-        check_count(f"--images {images}", images, config.batch_size)
-    else:
+    option = f"--data {config.data.source}" if images is None else f"--images {images}"
+    if images is None:
         images = len(open_images(config, None, Console()).train.labels) if count_data else DEFAULT_DATA[False][0]
+    config = limit_batch(config, images)
+    check_count(option, images, config.batch_size)
+    check_divides(config.batch_size, config.runtime.micro_batch_size, World(0, ranks, torch.device("cpu")))
     config = resolve_training_steps(config, images / config.batch_size)
     check_views(config, images)
     steps, student_config, losses = config.schedule.steps, student.config, config.losses

@@ -97,3 +97,10 @@ def test_weights_and_images_that_are_here_are_read(tmp_path: Path) -> None:
     assert "--images 1: 1 image to train on, fewer than one batch of 9; use --batch-size 1 at most" in completed.stderr
     text = run_dpn("plan", "distill", "--teacher-arch", "S/16", "--student-arch", "Ti/16", "--images", "1000000").stdout
     assert text.startswith("Ti/16 stem dpn (5.7 M weights) from S/16 stem none (22.1 M): 7.7 GFLOP an image forward")
+
+
+@pytest.mark.parametrize(("images", "batch"), [("1281167", 1024), ("49500", 128), ("3018", 32), ("20", 20)])
+def test_the_batch_is_a_share_of_few_images(images: str, batch: int) -> None:
+    result = planned(*S32, "--images", images)
+    assert (result["batch_size"], result["steps"]) == (batch, round(10 * int(images) / batch))
+    assert planned(*S32, "--images", images, "-b", "8")["batch_size"] == 8
