@@ -12,7 +12,16 @@ from dpn_cli.arch import MOST_PIXELS
 from dpn_cli.commands import datacheck, prepare
 from dpn_cli.commands.command import Outcome, register_command
 from dpn_cli.config.option import DATA, OUTPUT, RUNTIME, flag
-from dpn_cli.config.schema import DataLocation, ImageColumn, ImageReading, LabelColumn, Section, Side, SkipBadImages
+from dpn_cli.config.schema import (
+    VAL_DATA,
+    DataLocation,
+    ImageColumn,
+    ImageReading,
+    LabelColumn,
+    Section,
+    Side,
+    SkipBadImages,
+)
 from dpn_cli.config.urls import EXTRAS
 from dpn_cli.errors import DpnError
 from dpn_cli.run.console import Console, count_noun
@@ -59,6 +68,7 @@ class PackCommandOptions(Section):
     quality: Annotated[
         Annotated[int, Field(ge=1, le=100)], flag("--quality", help="JPEG quality of resized images.", panel=DATA)
     ] = 90
+    val_source: Annotated[DataLocation | None, VAL_DATA] = None
     image_column: ImageColumn = None
     label_column: LabelColumn = None
     reading: ImageReading = ImageReading()
@@ -80,11 +90,18 @@ def _pack(options: PackCommandOptions, console: Console) -> Outcome:
 
     data, out = options.source, options.out
     reading = ReadOptions(options.reading.decode, options.reading.max_pixels)
-    source = ImageSource(data, image_column=options.image_column, label_column=options.label_column, reading=reading)
+    source = ImageSource(
+        data,
+        options.val_source,
+        image_column=options.image_column,
+        label_column=options.label_column,
+        reading=reading,
+    )
     if out.parts[:1] in {(f"{scheme}:",) for scheme in EXTRAS}:
         raise DpnError(f"--out {out}: a URL; pack into a folder, and copy that with the store's own program")
-    if real_path(out).is_relative_to(real_path(data)):
-        raise DpnError(f"--out {out}: inside --data {data}, where its shards would be taken for images")
+    for name, location in (("--data", data), ("--val-data", options.val_source)):
+        if location and real_path(out).is_relative_to(real_path(location)):
+            raise DpnError(f"--out {out}: inside {name} {location}, where its shards would be taken for images")
     splits = {name: open_split(source, name, unlabelled=True) for name in find_splits(source)}
     for name in [name for name, (split, _) in splits.items() if min(split.labels) < 0]:
         console.warn(f"{name} has no labels and is left out")

@@ -23,6 +23,8 @@ from dpn_cli.engine.fit import Batch, Outputs, TrainJob, fit
 from dpn_cli.engine.fsdp import gather_tensors
 from dpn_cli.errors import DpnError, SaveError
 from dpn_cli.run.checkpoints import Checkpoints, Empty, State
+from dpn_cli.run.console import print_message
+from dpn_cli.run.cores import cores, other_programs_seconds
 from dpn_cli.run.distributed import World, barrier, from_all, from_leader, max_over_ranks, run_on_leader
 from dpn_cli.weights.backbone import Backbone
 
@@ -34,6 +36,8 @@ TOLERANCE = 0.5
 STATES, BEST_STATES = 3, 2
 CANNOT = "--dry-run: a resumed training would not continue as the uninterrupted one"
 NEXT = "please report it, with the output of 'dpn doctor'; a training that nothing interrupts is not concerned"
+# Cores used by other programs from which the seconds of a dry run are no forecast.
+BUSY = 0.25
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -91,16 +95,20 @@ def dry_run_fit(build_setup: Callable[[], DryRunSetup], name: str, run_folder: P
             CPU bit for bit, elsewhere up to the order of sums.
         DpnError: what `fit` raises, and where nothing can be written.
     """
+    print_message(f"dry run of {name}: {STEPS} steps on one batch, then an evaluation")
+    start_time, others = time.perf_counter(), other_programs_seconds()
     scene = build_setup()
     job, world, workers, scored = scene.job, scene.job.world, scene.workers, scene.sampled.images
     steps, states, evaluated = job.schedule.steps, _states(job), _count_evaluated(job, scene.sampled)
     with _scratch(run_folder, world) as scratch:
         with closing(job.batches(0)) as stream:
-            start_time = time.perf_counter()
+            load_time = time.perf_counter()
             batch = next(stream)
-            load_seconds = time.perf_counter() - start_time
+            load_seconds = time.perf_counter() - load_time
         measured = _measure_first_steps(scene, batch, Checkpoints(scratch), load_seconds)
         state = from_leader(sum(file.stat().st_size for file in (scratch / "last").iterdir()))
+        _describe_load(time.perf_counter() - start_time, others)
+        print_message(f"dry run of {name}: the state is saved; a second start continues from it")
         del scene, job
         gc.collect()  # a GPU may not hold two networks
         _check_resume(build_setup(), batch, scratch)
@@ -116,6 +124,18 @@ def dry_run_fit(build_setup: Callable[[], DryRunSetup], name: str, run_folder: P
         kept=weights,
         passing=states * state,
     )
+
+
+def _describe_load(seconds: float, others_before: float | None) -> None:
+    """Say where other programs took much of this machine while the seconds of a dry run were measured."""
+    if others_before is None or (others_after := other_programs_seconds()) is None:
+        return
+    used = (others_after - others_before) / seconds
+    if used > BUSY:
+        print_message(
+            f"the machine is busy: other programs use {used:.1f} of {len(cores())} cores, so a step and an evaluation "
+            "take longer now than they would alone"
+        )
 
 
 def summarize_network(network: Backbone) -> tuple[str, int]:

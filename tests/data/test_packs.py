@@ -177,6 +177,18 @@ def test_unreadable_images_are_named_or_counted(folder: Path, tmp_path: Path, mo
     assert len(PackedImages(tmp_path / "pack", "train").labels) == 59
 
 
+def test_validation_images_of_another_folder_are_packed(folder: Path, tmp_path: Path) -> None:
+    command = ["data", "pack", "--data", str(folder / "train"), "--val-data", str(folder / "val")]
+    result = run_dpn(*command, "-o", str(tmp_path / "pack"), "--json")
+    assert result.exit_code == 0, result.output
+    assert {name: split["images"] for name, split in json.loads(result.stdout).items()} == {"train": 60, "val": 12}
+    split, _ = open_split(ImageSource(str(tmp_path / "pack")), "val")
+    assert {split.key(row) for row in range(12)} == {f"class{c}/{n:03}.jpg" for c in range(3) for n in range(4)}
+    refused = run_dpn(*command, "-o", str(folder / "val/pack"))
+    assert refused.exit_code == 2
+    assert f"inside --val-data {folder / 'val'}" in refused.stderr.replace("\n", "")
+
+
 def test_the_command_packs_and_prints_a_summary(folder: Path, tmp_path: Path) -> None:
     completed = run_dpn(
         "data", "pack", "--data", str(folder), "--out", str(tmp_path / "p"), "--size", "20", "--json", "-q"

@@ -21,6 +21,7 @@ from dpn_cli.engine import fit as engine
 from dpn_cli.engine import state as train_state
 from dpn_cli.engine.dry_run import DryRunSetup, Sampled, distances, dry_run_fit
 from dpn_cli.errors import DpnError, SaveError, StoppedError
+from dpn_cli.run import cores as processor
 from dpn_cli.run import signals
 from dpn_cli.run.checkpoints import Checkpoints, State
 from dpn_cli.run.console import Console
@@ -444,3 +445,25 @@ def test_a_classifier_is_evaluated_on_minival_on_the_way_and_on_validation_at_th
     (sampled,) = observed
     assert sampled.end == 6  # a fifth of 30 images
     assert sampled.during == sampled.images == 6  # a quarter of the others
+
+
+@pytest.mark.parametrize(("used", "busy"), [(0.1, False), (0.9, True)])
+def test_a_busy_machine_is_named(used: float, busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages: list[str] = []
+    monkeypatch.setattr(dry_run, "print_message", messages.append)
+    monkeypatch.setattr(dry_run, "other_programs_seconds", lambda: 50.0 + 10.0 * used)
+    dry_run._describe_load(10.0, 50.0)
+    assert any("the machine is busy: other programs use 0.9 of" in message for message in messages) is busy
+
+
+def test_the_time_of_other_programs_is_that_of_this_process_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat = "cpu 9 9 9 9\ncpu0 100 10 40 7000 5 5 5\ncpu1 300 0 50 7000\ncpu10 1000 0 0 0\nintr 5\n"
+    (tmp_path / "stat").write_text(stat)
+    monkeypatch.setattr(processor, "CLOCKS", tmp_path / "stat")
+    monkeypatch.setattr(processor, "cores", lambda: [0, 1])
+    monkeypatch.setattr(processor, "time", SimpleNamespace(process_time=lambda: 2.0))
+    assert processor.other_programs_seconds() == 500 / os.sysconf("SC_CLK_TCK") - 2
+    (tmp_path / "stat").unlink()
+    assert processor.other_programs_seconds() is None
