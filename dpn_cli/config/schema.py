@@ -129,6 +129,9 @@ Workers = Annotated[
     flag("--workers", "-j", help="Number of decoding processes, or auto.", panel=RUNTIME),
 ]
 Crop = Literal["inception", "whole", "timm_bicubic", "timm_bilinear"]
+CropArea = Annotated[
+    Annotated[float, Field(gt=0, le=1)] | None, Field(description="a share of the image above 0 and up to 1, or null")
+]
 TorchvisionPolicy = Literal["cifar10", "imagenet", "svhn"]
 Lr = Annotated[float, Field(gt=0)]
 Epochs = Annotated[Annotated[float, Field(gt=0)] | None, EPOCHS]

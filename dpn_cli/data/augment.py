@@ -62,6 +62,7 @@ class Augmentation:
         layers: the number of operations of big_vision's RandAugment.
         magnitude: how strong those are.
         crop: inception crops, the whole image squeezed to `size`, or timm's random crops.
+        crop_area: smallest share of an image's area in a crop; None for 0.05, of timm's crops 0.08.
         flip: mirror every second image.
         policy: timm's RandAugment or torchvision's AutoAugment, by name.
         jitter: how far timm changes brightness, contrast and saturation: by factors of 1 - jitter to 1 + jitter.
@@ -81,6 +82,7 @@ class Augmentation:
     layers: int = 0
     magnitude: float = 0.0
     crop: Crop = "inception"
+    crop_area: float | None = None
     flip: bool = True
     policy: str | None = None
     jitter: float = 0.0
@@ -111,8 +113,9 @@ class Augmentation:
     def describe(self) -> str:
         """Return what happens to a training image, in words."""
         crops = {"inception": "inception crops", "whole": "whole"}
+        area = f" of {self.crop_area:g} of the area or more" if self.crop_area else ""
         operations = {
-            crops.get(self.crop, "timm's crops"): True,
+            crops.get(self.crop, "timm's crops") + area: True,
             "flipped at random": self.flip,
             f"{self.layers} operations of RandAugment ({self.magnitude:g})": self.layers,
             self.policy: self.policy,
@@ -136,6 +139,7 @@ def make_transform(augmentation: Augmentation) -> Callable[[Image.Image], Tensor
         augmentation.size,
         is_training=True,
         separate=True,
+        scale=(augmentation.crop_area, 1.0) if augmentation.crop_area else None,
         hflip=0.5 * augmentation.flip,
         color_jitter=augmentation.jitter or None,
         auto_augment=None if by_torchvision else augmentation.policy,

@@ -28,22 +28,23 @@ TRIES = 100
 FLOATS, LEAST_COLUMNS = 2**19, 96
 
 
-def inception_box(size: Size, generator: torch.Generator) -> Box:
+def inception_box(size: Size, generator: torch.Generator, least_area: float = AREA[0]) -> Box:
     """Draw a crop as TensorFlow's sample_distorted_bounding_box does for a whole image.
 
-    The aspect ratio and then the height are uniform, so crops are smaller than torchvision's, which draws the area.
+    `least_area` is the smallest share of the image's area. The aspect ratio and then the height are uniform, so crops
+    are smaller than torchvision's, which draws the area.
     The last possible offset is never drawn. After 100 misfits (extreme images) the crop is the whole image.
     """
     height, width = size
     for ratio, *draws in torch.rand(TRIES, 4, generator=generator).tolist():
-        box = _fit(height, width, RATIO[0] + ratio * (RATIO[1] - RATIO[0]), draws)
+        box = _fit(height, width, RATIO[0] + ratio * (RATIO[1] - RATIO[0]), draws, least_area)
         if box is not None:
             return box
     return 0, 0, height, width
 
 
-def _fit(height: int, width: int, ratio: float, draws: list[float]) -> Box | None:
-    smallest, largest = (share * height * width for share in AREA)
+def _fit(height: int, width: int, ratio: float, draws: list[float], least_area: float) -> Box | None:
+    smallest, largest = least_area * height * width, AREA[1] * height * width
     low, high = round(math.sqrt(smallest / ratio)), round(math.sqrt(largest / ratio))
     if round(high * ratio) > width:
         high = int((width + 0.5 - 1e-7) / ratio)
@@ -61,16 +62,21 @@ def _fit(height: int, width: int, ratio: float, draws: list[float]) -> Box | Non
 
 
 def train_crop(
-    image: Image.Image, location: str, size: Size, generator: torch.Generator, decode_mode: Decode
+    image: Image.Image,
+    location: str,
+    size: Size,
+    generator: torch.Generator,
+    decode_mode: Decode,
+    least_area: float = AREA[0],
 ) -> Tensor:
-    """Decode a random crop of an opened image, resized to (3, *size) uint8.
+    """Decode a random crop of an opened image, of `least_area` of it or more, resized to (3, *size) uint8.
 
     ``exact`` decodes all of the image and resizes the crop as the reference does; ``pillow`` does the same with
     Pillow's pixels of a JPEG. ``fast`` lets the JPEG decoder shrink the image by 2, 4 or 8 where the crop stays at
     least as large as `size`, and resizes in integers, which rounds where the reference truncates: other pixels, see
     docs/measurements.md. Raises `DataError` when the image is unreadable.
     """
-    top, left, height, width = inception_box((image.height, image.width), generator)
+    top, left, height, width = inception_box((image.height, image.width), generator, least_area)
     if decode_mode == "fast" and image.format == "JPEG":
         full = image.height, image.width
         shrink = min(height / size[0], width / size[1])

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from dpn_cli.data.augment import Augmentation, add_noise, make_transform, seed_globally
 from dpn_cli.data.collate import open_batches
-from dpn_cli.data.crops import train_crop
+from dpn_cli.data.crops import AREA, train_crop
 from dpn_cli.data.decode import decode, decoder_of
 from dpn_cli.data.prefetch import prefetch_shards
 from dpn_cli.data.randaugment import rand_augment
@@ -102,7 +102,9 @@ class _CropDataset(Dataset[Loaded]):
     def _cut_crop(self, image: Image.Image, location: str, generator: torch.Generator) -> Tensor:
         if self.augmentation.crop == "whole":
             return resize(decode(image, location, decoder_of(self.augmentation.decode)), self.augmentation.size)
-        return train_crop(image, location, self.augmentation.size, generator, self.augmentation.decode)
+        augmentation = self.augmentation
+        least_area = augmentation.crop_area or AREA[0]
+        return train_crop(image, location, augmentation.size, generator, augmentation.decode, least_area)
 
     def _augment(self, crop: Tensor, first: int, second: int) -> Tensor:
         """Mirror every second crop, then augment it: shearing turns about a corner, so the order matters."""

@@ -18,6 +18,7 @@ from dpn_cli.config.schema import (
     VAL_DATA,
     VAL_FRACTION,
     Crop,
+    CropArea,
     DataLocation,
     Exif,
     Flip,
@@ -79,6 +80,7 @@ class SupervisedData(SampledData):
     eval_resize: Side | None = None
     skip_bad_images: SkipBadImages = False
     crop: Crop = "inception"
+    crop_area: CropArea = None
     flip: Flip = True
     jitter: Jitter = 0.0
     noise: Noise = 0.0
@@ -143,6 +145,15 @@ class SupervisedConfig(SweepConfig):
             raise ValueError(
                 f"data.eval_resize: the image size ({largest}) or more, as the centre of that size is cut from what is "
                 f"resized (got {side})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _crop_area_fits(self) -> SupervisedConfig:
+        if self.data.crop_area and self.data.crop == "whole":
+            raise ValueError(
+                f"data.crop_area ({self.data.crop_area:g}): of random crops, and data.crop is whole; leave it at null, "
+                "or choose data.crop"
             )
         return self
 

@@ -32,6 +32,7 @@ def augmentation_of(config: SupervisedConfig, model: Backbone) -> Augmentation:
         config.randaugment.layers,
         config.randaugment.magnitude,
         crop=data.crop,
+        crop_area=data.crop_area,
         flip=data.flip,
         jitter=data.jitter,
         noise=data.noise,

@@ -168,6 +168,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "data.exif": (True, {}),  # each class has an image that is stored turned
     "data.max_pixels": (1999, {}),  # JPEGs of 2000 are read at half their size
     "data.crop": ("whole", {}),
+    "data.crop_area": (0.9, {}),
     "data.flip": (False, {}),
     "data.jitter": (0.5, {}),
     "data.noise": (20.0, {}),

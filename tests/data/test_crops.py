@@ -14,6 +14,7 @@ import scipy.stats
 import torch
 from PIL import Image
 
+from dpn_cli.data.augment import Augmentation, make_transform
 from dpn_cli.data.crops import Decode, area_weights, eval_crop, inception_box, scale_to_short_side, train_crop
 from dpn_cli.data.decode import decode, open_image
 from dpn_cli.data.resize import resize
@@ -87,6 +88,18 @@ def test_aspect_ratios_lie_between_big_visions_bounds() -> None:
     ratios = facts(boxes)["ratio"]
     assert ratios.min() == pytest.approx(0.75, abs=1e-3)
     assert ratios.max() == pytest.approx(1.33, abs=1e-3)  # not 4 / 3
+
+
+def test_crops_have_the_least_area_that_is_asked_for() -> None:
+    generator, size = torch.Generator().manual_seed(0), (300, 400)
+    areas = facts(np.array([inception_box(size, generator, 0.5) for _ in range(2000)], float))["area"] / 120_000
+    assert 0.5 <= areas.min() < 0.51
+    assert areas.max() > 0.9
+    image = Image.fromarray(np.random.default_rng(0).integers(256, size=(40, 40, 3), dtype=np.uint8))
+    scaled = [make_transform(Augmentation((8, 8), crop="timm_bilinear", crop_area=area)) for area in (None, 0.99)]
+    random_crop, whole = (transform.transforms[0].transforms[0] for transform in scaled)  # type: ignore[attr-defined]
+    assert (random_crop.scale[0], whole.scale[0]) == (0.08, 0.99)
+    assert whole(image).size == (8, 8)
 
 
 @pytest.mark.parametrize("size", [(256, 384), (375, 250), (224, 224)])

@@ -22,6 +22,7 @@ from dpn_cli.config.schema import (
     NOISE,
     VAL_DATA,
     Crop,
+    CropArea,
     DataLocation,
     Exif,
     ImageColumn,
@@ -126,6 +127,7 @@ class DistillData(SampledData):
     eval_resize: Side | None = None
     skip_bad_images: SkipBadImages = False
     crop: Crop | None = None
+    crop_area: CropArea = None
     flip: Annotated[bool | None, FLIP.replace(unset="as the teacher was trained, else flip")] = None
     jitter: Jitter = 0.0
     noise: Annotated[

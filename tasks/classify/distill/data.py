@@ -114,12 +114,13 @@ def open_images(config: DistillConfig, classes: Sequence[str] | None, console: C
 
 def augmentation_of(config: DistillConfig, size: tuple[int, int]) -> Augmentation:
     """Return the augmentation of training images to `size`, for teacher and student."""
-    data = config.data
+    data, crop_area = config.data, config.data.crop_area
     return Augmentation(
         size,
         data.decode,
         config.mixup,
         crop=data.crop or "inception",
+        crop_area=crop_area if data.crop != "whole" else None,
         flip=bool(data.flip),
         jitter=data.jitter,
         noise=data.noise,
