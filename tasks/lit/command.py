@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dpn_cli.config.launch import LaunchOptions
+from dpn_cli.report.shift_scores import describe_shifts
 from dpn_cli.run import console as terminal
 from dpn_cli.run import signals
 from dpn_cli.run.console import Console, count_noun
@@ -99,7 +100,8 @@ def _dry_run(run: Run[LitConfig], launch: LaunchOptions) -> None:
     labelled = open_zeroshot(run.config)
     config = resolve_steps(run.config, len(data.captions))
     run.console.info(f"{len(data.captions)} images, {len(val.captions)} held out")
-    scored = len(val.captions) + (len(labelled.labels) if labelled else 0)
+    passes = 1 + run.config.shift.count_passes()
+    scored = len(val.captions) + (passes * len(labelled.labels) if labelled else 0)
     cost = dry_run_training(replace(run, config=config), data, val, scored)
     if run.world.leads:
         launch.on_cost(cost)
@@ -124,7 +126,7 @@ def describe_training(result: dict[str, Any]) -> str:
             f"zero-shot: top-1 {scored['top1']:.2f} % of {scored['classes']} {class_words}, "
             f"{scored['top1'] / scored['chance']:.1f} x chance"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *describe_shifts(result)])
 
 
 def describe_cache(result: dict[str, Any]) -> str:

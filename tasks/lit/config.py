@@ -30,6 +30,7 @@ from dpn_cli.config.schema import (
     Seed,
     refuse_unused,
 )
+from dpn_cli.config.shift_options import ShiftSection
 from dpn_cli.config.training import resolve_training_steps
 from dpn_cli.errors import DpnError
 from dpn_cli.sweep.grid import SweepConfig
@@ -162,6 +163,7 @@ class LitConfig(SweepConfig):
     loss: Annotated[
         Literal["softmax", "siglip"], flag("--loss", help="softmax (CLIP's, LiT's) or siglip.", panel=TRAIN)
     ] = "softmax"
+    shift: ShiftSection = ShiftSection()
     temperature: Annotated[float, Field(gt=0)] = 10.0
     bias: float = -10.0
     seed: Annotated[Seed, SEED.replace(help="Seed of the order, captions, views and text tower.")] = 0
@@ -172,6 +174,8 @@ class LitConfig(SweepConfig):
     def _used(self) -> LitConfig:
         refuse_unused(self.backbone, "backbone", ("drop_path", "grad_checkpointing"), "the image tower is frozen")
         refuse_unused(self.optim, "optim", ("layer_decay",), "the text tower trains all layers at one rate")
+        if self.shift.names and not self.data.zeroshot:
+            raise ValueError("shift.names (--shifts): of zero-shot accuracy; name labelled images with --zeroshot-data")
         return self
 
 

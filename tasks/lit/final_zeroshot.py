@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from dpn_cli.config.shift_options import ShiftOptions
 from dpn_cli.data.decode import ReadOptions
 from dpn_cli.data.sources.base import LabelledImages
 from dpn_cli.engine import fit as engine
@@ -45,6 +46,7 @@ def zeroshot_options(config: LitConfig, folder: Path) -> LitEvalOptions | None:
         source=data.zeroshot,
         skip_bad_images=data.skip_bad_images,
         force=True,  # what is not above chance is a warning at the end of a training
+        shift=ShiftOptions.model_validate(config.shift.model_dump()),
         runtime=config.runtime,
         output_dir=folder,
     )
@@ -57,10 +59,15 @@ def open_zeroshot(config: LitConfig) -> LabelledImages | None:
 
 
 def zeroshot_of_run(towers: Towers, run: Run[LitConfig]) -> dict[str, Any]:
-    """Return the zero-shot accuracy on the images that the config names, of the demo on its own, else nothing."""
+    """Return the zero-shot accuracy on the images that the config names, of the demo on its own, else nothing.
+
+    With it are the scores under the config's shifts.
+    """
     config, world = run.config, run.world
     if options := zeroshot_options(config, run.folder.path):
-        return {"zeroshot": zeroshot(towers, options, source_of(config).reading, world, run.console)}
+        result = zeroshot(towers, options, source_of(config).reading, world, run.console)
+        shifts = {"shifts": result.pop("shifts")} if options.shift.names else {}
+        return {"zeroshot": result, **shifts}
     return {"zeroshot": demo_zeroshot(towers, config, world, run.folder.path)} if config.demo else {}
 
 

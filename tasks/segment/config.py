@@ -27,6 +27,7 @@ from dpn_cli.config.schema import (
     Side,
     refuse_unused,
 )
+from dpn_cli.config.shift_options import ShiftSection
 from dpn_cli.config.training import resolve_training_steps
 from dpn_cli.errors import DpnError
 from dpn_cli.sweep.grid import SweepConfig
@@ -164,6 +165,7 @@ class SegmentConfig(SweepConfig):
     final_norm: bool = False
     head_init: Literal["truncated_normal", "lecun_normal", "zero"] = "truncated_normal"
     freeze: Freeze = ()
+    shift: ShiftSection = ShiftSection()
     evaluate_every: Positive | None = None
 
     @model_validator(mode="after")

@@ -50,5 +50,5 @@ def _sample_work(config: SegmentConfig, segmenter: Segmenter, data: SegmentData,
         lambda: score_sizes(segmenter, samples, config.evaluation, in_process, world),
         load,
         during=len(data.val),
-        end=len(data.val),
+        end=len(data.val) * (1 + config.shift.count_passes()),
     )

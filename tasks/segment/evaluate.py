@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from dpn_cli.config.schema import Runtime
+from dpn_cli.config.shift_options import ShiftSection
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
 from dpn_cli.report.shift_scores import describe_shifts, save_shifts, score_shifts
@@ -71,11 +74,7 @@ def evaluate(options: SegmentEvalOptions, console: Console) -> dict[str, Any] | 
             result["shifts"] = _score_shifts(options, segmenter, pairs, world, console)
         if options.output_dir and world.leads:
             if options.shift.names:
-                save_shifts(
-                    options.output_dir,
-                    result["shifts"],
-                    lambda name, severity: ShiftedPairs(pairs, name, severity, options.shift.seed).load(0)[0],
-                )
+                save_under_shifts(options.output_dir, result["shifts"], pairs)
             replace_json(options.output_dir / "result.json", result)
             save_samples(options.output_dir, segmenter, pairs, scores, evaluation, runtime, world)
         distributed.barrier()
@@ -93,15 +92,33 @@ def _score_shifts(
             raise DataError(f"--baseline {options.shift.baseline}: its classes are not those of {options.run}")
         baseline.network.to(world.device)
         segmenters[options.shift.baseline] = baseline
-    passes = options.shift.count_passes(len(segmenters)) * world.share(len(pairs))
+    evaluations = {name: evaluation_of(options, own.evaluation) for name, own in segmenters.items()}
+    return score_under_shifts(segmenters, evaluations, pairs, options.shift, options.runtime, world, console)
+
+
+def score_under_shifts(
+    segmenters: Mapping[str, Segmenter],
+    evaluations: Mapping[str, Evaluation],
+    pairs: Pairs,
+    shift: ShiftSection,
+    runtime: Runtime,
+    world: World,
+    console: Console,
+) -> dict[str, Any]:
+    """Return the mIoU of segmenters under shifts, by their names, as `score_shifts` does."""
+    passes = shift.count_passes(len(segmenters)) * world.share(len(pairs))
     with console.counting("shifts", passes) as on_progress:
 
         def miou(network: str, name: str, severity: int) -> float:
-            own, shifted = segmenters[network], ShiftedPairs(pairs, name, severity, options.shift.seed)
-            evaluation = evaluation_of(options, own.evaluation)
-            return score_once(own, shifted, evaluation, options.runtime, world, on_progress).miou
+            shifted = ShiftedPairs(pairs, name, severity, shift.seed)
+            return score_once(segmenters[network], shifted, evaluations[network], runtime, world, on_progress).miou
 
-        return score_shifts(list(segmenters), options.shift, miou, "miou", None)
+        return score_shifts(list(segmenters), shift, miou, "miou", None)
+
+
+def save_under_shifts(folder: Path, shifts: dict[str, Any], pairs: Pairs) -> None:
+    """Write scores, and the first image under every shift. Raises `SaveError`."""
+    save_shifts(folder, shifts, lambda name, severity: ShiftedPairs(pairs, name, severity, shifts["seed"]).load(0)[0])
 
 
 def score_once(

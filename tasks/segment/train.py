@@ -25,7 +25,7 @@ from dpn_cli.weights.backbone import backbone_of
 from dpn_cli.weights.resolve_stem import describe_start
 from tasks.segment.artifact import WEIGHTS, Segmenter, load_segmenter, save_segmenter
 from tasks.segment.config import SegmentConfig, resolve_steps
-from tasks.segment.evaluate import score_once, score_sizes
+from tasks.segment.evaluate import save_under_shifts, score_once, score_sizes, score_under_shifts
 from tasks.segment.iou import SegmentScores
 from tasks.segment.labels import LabelRule
 from tasks.segment.loader import segment_batches
@@ -120,7 +120,14 @@ def train(run: Run[SegmentConfig]) -> Json:
         "decoder": data.val.reading.versions(),
         "differs_from_paper": run.differs,
     }
+    if config.shift.names:
+        name = f"{segmenter.arch} {config.backbone.stem}"
+        result["shifts"] = score_under_shifts(
+            {name: segmenter}, {name: config.evaluation}, data.val, config.shift, config.runtime, world, console
+        )
     if world.leads:
+        if config.shift.names:
+            save_under_shifts(folder.path, result["shifts"], data.val)
         save_samples(folder.path, segmenter, data.val, scores, config.evaluation, config.runtime, world)
         folder.finish(result)
         floor = {"calling every pixel the most frequent class": scores.majority_miou}

@@ -68,6 +68,7 @@ SECOND: dict[str, dict[str, Any]] = {
     "lit": {"cache.use": False, "loss": "siglip"},
     "highres": {"mixing": "timm", "cutmix": 1.0, **SHIFTED},
     "pretrain": {"mixing": "timm", "cutmix": 1.0, **SHIFTED},
+    "segment": SHIFTED,
 }
 SCHEMAS: dict[str, type[Section]] = {
     "vtab": VtabConfig,
@@ -115,7 +116,7 @@ UNREAD = {
     "highres": (*SEVERAL, SHARDED),
     "pretrain": (*SEVERAL, SHARDED),
     "distill": (*SEVERAL, SHARDED, "shift.seed", "shift.severities"),
-    "lit": SEVERAL,
+    "lit": (*SEVERAL, "shift.seed", "shift.severities"),
     "segment": ("compare", "data.image_column", "data.mask_column", "seeds"),
 }
 

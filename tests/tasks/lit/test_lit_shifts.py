@@ -12,6 +12,7 @@ from PIL import Image
 from dpn_cli.data.decode import ReadOptions, read_pixels
 from dpn_cli.data.shifted_images import reduce_to
 from dpn_cli.data.shifts import shift_pixels
+from dpn_cli.weights.backbone import export_backbone, load_backbone
 from support.backbones import perturb
 from support.cli import run_dpn
 from support.images import write_class_folders
@@ -70,3 +71,25 @@ def test_shifts_are_of_labelled_images_alone(folder: Path) -> None:
     result = run_dpn("lit", "eval", str(folder / "own"), "--data", "x.csv", "--shifts", "light")
     assert result.exit_code == 2
     assert "--shifts: of zero-shot accuracy alone; pass labelled images as --data" in result.stderr.replace("\n", " ")
+
+
+def test_a_training_is_scored_as_an_evaluation_scores_it(folder: Path, tmp_path: Path) -> None:
+    pairs, photos = tmp_path / "pairs", folder / "photos/val"
+    pairs.mkdir()
+    for photo in sorted(photos.glob("*/*"))[::3]:
+        (pairs / f"{photo.parent.name}{photo.name}").write_bytes(photo.read_bytes())
+        (pairs / f"{photo.parent.name}{photo.stem}.txt").write_text(f"a photo of {photo.parent.name}")
+    shifts = ["--shifts", "gain,pixelate", "--severity", "4"]
+    small = ["--steps", "2", "-b", "4", "--text-size", "mu", "-j", "0", "--device", "cpu", "-q", "--json"]
+    export_backbone(load_backbone("mu/8", image_size=16, seed=1), tmp_path / "tower.safetensors")
+    command = ["lit", "train", "--checkpoint", str(tmp_path / "tower.safetensors"), "--data", str(pairs), *small]
+    command += ["--val-fraction", "0.3", "-o", str(tmp_path / "run"), *shifts]
+    result = run_dpn(*command, "--zeroshot-data", str(folder / "photos"))
+    assert result.exit_code == 0, result.output
+    trained = json.loads(result.stdout)
+    evaluated = evaluate(tmp_path, "run", str(folder / "photos"), *shifts)
+    assert list(trained["shifts"]["networks"].values()) == list(evaluated["shifts"]["networks"].values())
+    assert trained["zeroshot"]["top1"] == evaluated["top1"]
+    refused = run_dpn(*command, "--overwrite")
+    assert refused.exit_code == 2
+    assert "of zero-shot accuracy; name labelled images with --zeroshot-data" in refused.stderr.replace("\n", " ")

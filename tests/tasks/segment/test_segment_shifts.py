@@ -68,3 +68,16 @@ def test_the_miou_under_a_shift_is_that_on_shifted_images(folder: Path) -> None:
     assert "mIoU under shifts: gaussian noise" in (folder / "page/report.html").read_text()
     text = run_dpn("segment", "eval", str(folder / "own"), "--device", "cpu", "-j", "0", *levels[:2], "--severity", "5")
     assert "mIoU in % under shifts, by severity" in text.stdout
+
+
+def test_a_training_is_scored_as_an_evaluation_scores_it(folder: Path, tmp_path: Path) -> None:
+    shifts = ["--shifts", "gain,gaussian_noise", "--severity", "4", "--shift-seed", "3"]
+    data = ["--data", str(folder / "scenes"), "--label-offset", "1", "--ignore-label", "0", "--checkpoint", "none"]
+    small = ["--arch", "mu/8", "--image-size", "16", "--steps", "2", "-b", "2", "-j", "0", "--device", "cpu", "-q"]
+    result = run_dpn("segment", "folder", *data, *small, *shifts, "-o", str(tmp_path / "run"), "--json")
+    assert result.exit_code == 0, result.output
+    trained = json.loads(result.stdout)["shifts"]
+    assert list(trained["networks"]) == ["mu/8 dpn"]
+    evaluated = evaluate(tmp_path, "run", *shifts)["shifts"]
+    assert list(trained["networks"].values()) == list(evaluated["networks"].values())
+    assert len(list((tmp_path / "run/shifts").iterdir())) == 3
