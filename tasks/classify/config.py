@@ -14,6 +14,7 @@ from dpn_cli.config.paths import DEMOS
 from dpn_cli.config.schema import (
     DATA_SOURCE,
     DECODE,
+    FLIP,
     MAX_PIXELS,
     VAL_DATA,
     VAL_FRACTION,
@@ -21,7 +22,6 @@ from dpn_cli.config.schema import (
     CropArea,
     DataLocation,
     Exif,
-    Flip,
     ImageColumn,
     Jitter,
     LabelColumn,
@@ -79,9 +79,11 @@ class SupervisedData(SampledData):
     max_pixels: MaxPixels = MAX_PIXELS
     eval_resize: Side | None = None
     skip_bad_images: SkipBadImages = False
-    crop: Crop = "inception"
+    crop: Crop | None = "inception"
     crop_area: CropArea = None
-    flip: Flip = True
+    flip: Annotated[
+        bool | None, FLIP.replace(unset="own images: flipped where they are in colour, with random crops")
+    ] = True
     jitter: Jitter = 0.0
     noise: Noise = 0.0
 

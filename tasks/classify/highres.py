@@ -16,6 +16,7 @@ from tasks.classify.config import resolve_steps
 from tasks.classify.data import open_data
 from tasks.classify.dry_run import dry_run
 from tasks.classify.highres_config import HighresConfig
+from tasks.classify.preflight import augment_by_images
 from tasks.classify.train import default_folder as task_folder
 from tasks.classify.train import describe_training, train
 
@@ -32,12 +33,14 @@ def run(config: HighresConfig, launch: LaunchOptions, console: Console) -> dict[
     config = config.model_copy(update={"backbone": resolve_stem(config.backbone, console)})
     with open_run(config, config.runtime, "classifier", launch, default_folder(config), console) as run:
         if launch.dry_run:
-            dry_run(run, open_data(config), [config], launch)
+            data = open_data(config)
+            dry_run(run, data, [augment_by_images(config, data, console.info)], launch)
             return None
         result = run.folder.result
         if result is None:
             data = open_data(run.config)
-            counted = resolve_steps(run.config, len(data.train.labels), console.info)
+            augmented = augment_by_images(run.config, data, console.info)
+            counted = resolve_steps(augmented, len(data.train.labels), console.info)
             result = train(replace(run, config=counted), data, "highres")
         console.info(f"weights: {run.folder.path / WEIGHTS}, for --checkpoint of any command")
         return result if run.world.leads else None

@@ -23,6 +23,7 @@ from tasks.classify.classifier import WEIGHTS, load_classifier
 from tasks.classify.config import resolve_steps
 from tasks.classify.data import open_data, open_tuning_splits
 from tasks.classify.dry_run import dry_run
+from tasks.classify.preflight import augment_by_images
 from tasks.classify.pretrain_config import PretrainConfig, Stage, list_trials, trials
 from tasks.classify.train import default_folder as task_folder
 from tasks.classify.train import describe_training, evaluate, train
@@ -42,11 +43,13 @@ def run(config: PretrainConfig, launch: LaunchOptions, console: Console) -> Json
     config = config.model_copy(update={"backbone": resolve_stem(config.backbone, console)})
     with open_run(config, config.runtime, "classifier", launch, default_folder(config), console) as run:
         if launch.dry_run:
-            dry_run(run, _open_data(config), list_trials(config), launch)
+            data = _open_data(config)
+            dry_run(run, data, list_trials(augment_by_images(config, data, console.info)), launch)
             return None
         result = run.folder.result
         if result is None:
             data = _open_data(run.config)
+            run = replace(run, config=augment_by_images(run.config, data, console.info))
             if run.config.stages:
                 sweep = _Sweep(run, data)
                 for trial_config, split in sweep.trainings():

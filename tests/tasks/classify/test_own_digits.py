@@ -109,10 +109,10 @@ def shown(*command: str) -> tuple[dict[str, Any], str]:
         (["pretrain", "--augment", "light2"], "pretrain_own"),
     ],
 )
-def test_own_images_are_shown_whole_and_unmirrored(command: list[str], config: str, folder: Path) -> None:
+def test_own_images_decide_crops_and_flips(command: list[str], config: str, folder: Path) -> None:
     plain, message = shown(*command, "--data", str(folder))
     assert f"using config {config};" in message
-    assert (plain["data"]["crop"], plain["data"]["flip"]) == ("whole", False)
+    assert (plain["data"]["crop"], plain["data"]["flip"]) == (None, None)
     assert (plain["batch_size"], plain["loss"], plain["head_bias"]) == (64, "softmax", None)
     assert plain["backbone"]["pre_logits"] is None
     assert (plain["randaugment"]["layers"], plain["mixup"]) == ((2, 0.2) if "--augment" in command else (0, 0.0))
@@ -146,7 +146,7 @@ def test_the_papers_config_comes_back_when_it_is_named(command: list[str], folde
 def test_a_file_of_some_keys_changes_the_config_of_own_images(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "some.yaml").write_text("epochs: 3\n")
     plain, message = shown("pretrain", "-c", str(tmp_path / "some.yaml"), "--data", str(folder))
-    assert (plain["epochs"], plain["data"]["crop"]) == (3, "whole")
+    assert (plain["epochs"], plain["data"]["crop"]) == (3, None)
     assert "using config pretrain_own" in message
 
 

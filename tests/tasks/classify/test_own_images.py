@@ -22,6 +22,7 @@ from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone
 from support.cli import run_dpn
 from support.highres import highres_config, train_highres
+from support.images import write_class_folders
 from tasks.classify import train as training
 from tasks.classify.classifier import Classifier, load_classifier, save_classifier
 from tasks.classify.preflight import resize_side_of
@@ -140,3 +141,56 @@ def test_the_flip_key_reaches_the_training_images(edges: Path) -> None:
     for flip in (True, False):
         config = highres_config(edges, data={"flip": flip})
         assert augmentation_of(config, training.load_network(config, 2)).flip is flip
+
+
+def write_photos(root: Path, *, in_colour: bool) -> Path:
+    """Write a folder of classes, most of whose images are in colour or grey; all of them are RGB."""
+    write_class_folders(root, classes=2, each=20)
+    for number, path in enumerate(sorted(root.rglob("*.jpg"))):
+        if (number % 4 == 0) is in_colour:
+            with Image.open(path) as image:
+                grey = image.convert("L").convert("RGB")
+            grey.save(path, quality=95)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("in_colour", "options", "crop", "area", "flip"),
+    [
+        (True, [], "inception", 0.25, True),
+        (False, [], "whole", None, False),
+        (True, ["--no-flip"], "inception", 0.25, False),
+        (True, ["--set", "data.crop=whole"], "whole", None, True),
+        (False, ["--set", "data.crop_area=0.5"], "inception", 0.5, False),
+        (False, ["--flip", "--set", "data.crop=whole"], "whole", None, True),
+    ],
+)
+@pytest.mark.parametrize("command", [["pretrain"], ["finetune", "highres", "--checkpoint", "none"]])
+def test_images_in_colour_are_cropped_and_flipped_unless_told_otherwise(
+    command: list[str], in_colour: bool, options: list[str], crop: str, area: float | None, flip: bool, tmp_path: Path
+) -> None:
+    photos = write_photos(tmp_path / "photos", in_colour=in_colour)
+    small = ["--arch", "mu/8", "--image-size", "16", "--steps", "2", "-b", "8", "-j", "0", "--device", "cpu"]
+    asked = [*command, *small, "--data", str(photos), "--val-fraction", "0.3", *options]
+    completed = run_dpn(*asked, "-o", str(tmp_path / "run"))
+    assert completed.exit_code == 0, completed.output
+    classifier = load_classifier(str(tmp_path / "run"))
+    keys = classifier.facts["config"]["data"]
+    assert (keys["crop"], keys["crop_area"], keys["flip"]) == (crop, area, flip)
+    assert (classifier.resize_side is None) is (crop == "whole")
+    said = completed.stderr.replace("\n", " ")
+    assert (
+        f"training images: {'whole' if crop == 'whole' else f'inception crops of {area} of the area or more'}" in said
+    )
+    assert ("flipped at random" in said) is flip
+    decided = "which decides" in said
+    assert decided is ("--flip" not in options)  # both keys are set
+    assert not decided or f"most training images are {'in colour' if in_colour else 'grey'}" in said
+
+
+def test_a_dry_run_has_the_crops_that_the_images_decide(tmp_path: Path) -> None:
+    photos = write_photos(tmp_path / "photos", in_colour=True)
+    small = ["--arch", "mu/8", "--image-size", "16", "--steps", "2", "-b", "8", "-j", "0", "--device", "cpu"]
+    completed = run_dpn("pretrain", *small, "--data", str(photos), "--val-fraction", "0.3", "--dry-run")
+    assert completed.exit_code == 0, completed.output
+    assert "in colour, which decides data.crop and data.flip" in completed.stderr.replace("\n", " ")
