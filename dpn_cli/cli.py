@@ -27,7 +27,7 @@ COMMANDS = {
     "segment": LazyCommand("segment:app", "Train and use semantic segmentation with a linear decoder on patch tokens."),
     "pretrain": LazyCommand(
         "trainers:TRAIN_COMMANDS",
-        "Pre-train a backbone with any stem on ImageNet-1k (Tables 1 and 6), SUN397 (Table 7) or your own images.",
+        "Pre-train a backbone with any stem on ImageNet, SUN397 or your own images.",
     ),
     "distill": LazyCommand(
         "trainers:TRAIN_COMMANDS",

@@ -97,7 +97,9 @@ class WriteOptions(FileInspectOptions):
     """Options of the commands that write a weight file."""
 
     target: Annotated[Path, argument("The .safetensors file to write.")]
-    overwrite: Annotated[bool, flag("--overwrite", help="Replace an existing file.", panel=OUTPUT)] = False
+    overwrite: Annotated[
+        bool, flag("--overwrite", help="Replace an existing file.", panel=OUTPUT, brief="Replace an existing file.")
+    ] = False
 
 
 class ConvertOptions(WriteOptions):
@@ -105,7 +107,12 @@ class ConvertOptions(WriteOptions):
 
     to: Annotated[
         Literal["dpn", "timm"],
-        flag("--to", help="Layout to write: dpn, or timm if the stem and norms allow it.", panel=OUTPUT),
+        flag(
+            "--to",
+            help="Layout to write: dpn, or timm if the stem and norms allow it.",
+            panel=OUTPUT,
+            brief="Layout to write: dpn or timm.",
+        ),
     ] = "dpn"
 
 
@@ -114,7 +121,9 @@ class FoldOptions(Section):
 
     source: Annotated[str, argument("A finished run's folder, or a weight file.")]
     target: Annotated[Path, argument("The .safetensors file to write.")]
-    overwrite: Annotated[bool, flag("--overwrite", help="Replace an existing file.", panel=OUTPUT)] = False
+    overwrite: Annotated[
+        bool, flag("--overwrite", help="Replace an existing file.", panel=OUTPUT, brief="Replace an existing file.")
+    ] = False
     facts: FileFacts = FileFacts()
 
 
@@ -122,7 +131,15 @@ class RetrofitOptions(WriteOptions):
     """Options of ``dpn checkpoint retrofit``."""
 
     stem: Annotated[Stem, STEM.replace(help="Stem to fit: pre, post, post_posemb, dpn or rms.")] = "dpn"
-    data: Annotated[str, flag("--data", help="Folder of images to fit the norms on, or demo.", panel=DATA)]
+    data: Annotated[
+        str,
+        flag(
+            "--data",
+            help="Folder of images to fit the norms on, or demo.",
+            panel=DATA,
+            brief="Folder of images to fit the norms on, or demo.",
+        ),
+    ]
     images: Annotated[
         Annotated[int, Field(ge=4, le=100_000)],
         flag("--images", help="Number of images to sample.", panel=DATA),

@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from dpn_cli.commands import one_line_errors
+from dpn_cli.commands.one_screen import OneScreenCommand
 from dpn_cli.commands.options import (
     JSON,
     QUIET,
@@ -83,6 +84,8 @@ def register_command(
         variants = [Variant("", {})]
         parameters = [parameter_of(key, default_of(key, schema, variants)) for key in keys]
         printing = [JSON, *([QUIET] if quiet else []), VERBOSE]
-        app.command(name, epilog=f"Example: {example}")(with_signature(command, [*parameters, *printing]))
+        app.command(name, cls=OneScreenCommand, epilog=f"Example: {example}")(
+            with_signature(command, [*parameters, *printing])
+        )
 
     return add

@@ -48,14 +48,23 @@ class PackCommandOptions(Section):
             "--data",
             help="Folder with train/CLASS and val/CLASS (or CLASS), hf:OWNER/NAME[:CONFIGURATION], or wds:PATTERN.",
             panel=DATA,
+            brief="Folder, hf:OWNER/NAME or wds:PATTERN.",
         ),
     ]
-    out: Annotated[Path, flag("--out", "-o", help="Folder to write the pack to.", panel=OUTPUT)]
+    out: Annotated[
+        Path,
+        flag("--out", "-o", help="Folder to write the pack to.", panel=OUTPUT, brief="Folder to write the pack to."),
+    ]
     size: Annotated[
         Side | None,
         BeforeValidator(_shorter_side),
         Field(description=f"a number of pixels up to {MOST_PIXELS}, or keep"),
-        flag("--size", help="Resize the shorter side to at most this many pixels, or keep.", panel=DATA),
+        flag(
+            "--size",
+            help="Resize the shorter side to at most this many pixels, or keep.",
+            panel=DATA,
+            brief="Longest shorter side in pixels, or keep.",
+        ),
     ] = 320
     encode: Annotated[
         Literal["jpeg", "ppm"],
@@ -63,6 +72,7 @@ class PackCommandOptions(Section):
             "--encode",
             help="Image format; ppm is uncompressed, several times larger and needs no decoding.",
             panel=DATA,
+            brief="jpeg or ppm.",
         ),
     ] = "jpeg"
     quality: Annotated[
@@ -74,7 +84,8 @@ class PackCommandOptions(Section):
     reading: ImageReading = ImageReading()
     skip_bad_images: SkipBadImages = False
     workers: Annotated[
-        Annotated[int, Field(ge=1, le=1024)], flag("--workers", "-j", help="Processes.", panel=RUNTIME)
+        Annotated[int, Field(ge=1, le=1024)],
+        flag("--workers", "-j", help="Processes.", panel=RUNTIME, brief="Number of processes."),
     ] = 2
 
 

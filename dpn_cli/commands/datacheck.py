@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast
 import typer
 
 from dpn_cli.commands import one_line_errors
+from dpn_cli.commands.one_screen import OneScreenCommand
 from dpn_cli.commands.options import CONFIG_OPTIONS, PRINTING, keys_of, option, with_signature
 from dpn_cli.commands.train_command import TrainCommand
 from dpn_cli.commands.trainers import ADE20K, DISTILL, FOLDER, HIGHRES, LIT, PRETRAIN, TRAIN_COMMANDS, VTAB, module_of
@@ -27,7 +28,10 @@ CHECKS: dict[str, tuple[TrainCommand, str]] = {
     "folder": (FOLDER, "DIR"),
 }
 # Options of a data check outside the data panel, and options of the panel that it does not have.
-INCLUDED, EXCLUDED = frozenset({"batch_size", "image_size", "workers"}), frozenset({"skip_bad_images", "flip"})
+INCLUDED, EXCLUDED = (
+    frozenset({"batch_size", "image_size", "workers"}),
+    frozenset({"skip_bad_images", "flip", "jitter", "shifts", "severity", "shift_seed"}),
+)
 EXTRA = frozenset({"name", "base_config"})
 
 
@@ -73,6 +77,7 @@ RANKS = option(
     max=2**16,
     help="Number of training ranks on this machine. \\[default: 1]",
     panel=RUNTIME,
+    brief="Number of training ranks on this machine.",
 )
 
 
@@ -88,7 +93,9 @@ def _add(name: str, training: TrainCommand, data: str) -> None:
         *training.parameters(frozenset(data_options | INCLUDED) - EXCLUDED),
     ]
     example = f"Example: dpn data check {name} --data {data}"
-    app.command(name, epilog=example)(with_signature(command, [*options, RANKS, *CONFIG_OPTIONS, *PRINTING]))
+    app.command(name, cls=OneScreenCommand, epilog=example)(
+        with_signature(command, [*options, RANKS, *CONFIG_OPTIONS, *PRINTING])
+    )
 
 
 for _name, (_training, _data) in CHECKS.items():

@@ -50,7 +50,9 @@ class InspectOptions(Section):
     ] = None
     images: Annotated[
         Annotated[int, Field(ge=1, le=10_000)],
-        flag("--images", help="Number of images, chosen by hash of their names.", panel=DATA),
+        flag(
+            "--images", help="Number of images, chosen by hash of their names.", panel=DATA, brief="Number of images."
+        ),
     ] = IMAGES
     image_column: ImageColumn = None
     reading: ImageReading = ImageReading()
@@ -58,7 +60,14 @@ class InspectOptions(Section):
     image_size: Annotated[Pixels | None, IMAGE_SIZE.replace(unset="the checkpoint's own")] = None
     runtime: Runtime = Runtime()
     output_dir: Annotated[
-        Path, flag("--output-dir", "-o", help="Folder to write the page, figures and result.json to.", panel=OUTPUT)
+        Path,
+        flag(
+            "--output-dir",
+            "-o",
+            help="Folder to write the page, figures and result.json to.",
+            panel=OUTPUT,
+            brief="Folder of the page, figures and result.json.",
+        ),
     ] = Path("inspect")
 
 

@@ -9,6 +9,7 @@ import typer
 
 from dpn_cli.commands import one_line_errors, train
 from dpn_cli.commands.command import Outcome, register_command
+from dpn_cli.commands.one_screen import OneScreenCommand
 from dpn_cli.commands.options import CONFIG_OPTIONS, PRINTING, with_signature
 from dpn_cli.commands.trainers import LIT, lit_options, module_of
 from dpn_cli.run.console import Console, printable, show
@@ -41,7 +42,7 @@ def cache(**arguments: Any) -> None:
             show(json.dumps(result, indent=2) if arguments["json"] else task.describe_cache(result))
 
 
-app.command(epilog="Example: dpn lit cache --checkpoint B-32-dpn.npz --data pairs.csv")(
+app.command(cls=OneScreenCommand, epilog="Example: dpn lit cache --checkpoint B-32-dpn.npz --data pairs.csv")(
     with_signature(cache, [*LIT.parameters(CACHE_KEYS), *CONFIG_OPTIONS, *PRINTING])
 )
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from dpn_cli.commands.one_screen import MOST_SHOWN, Brief, show_all
 from dpn_cli.config.load import Plain, merge
 from dpn_cli.config.option import OUTPUT, PANELS, Flag
 from dpn_cli.config.schema import Section
@@ -73,7 +74,8 @@ def parameter_of(key: Key, default: str | None) -> Parameter:
     }
     info = typer.Option(*key.flag.names, **shared) if key.flag.names else typer.Argument(**shared)
     kind: Any = _typer_type(key.field)
-    annotation: Any = Annotated[kind if required else kind | None, info]
+    brief = () if key.flag.brief is None else (Brief(key.flag.brief),)
+    annotation: Any = Annotated[kind if required else kind | None, info, *brief]
     return Parameter(
         key.parameter, Parameter.KEYWORD_ONLY, default=Parameter.empty if required else None, annotation=annotation
     )
@@ -125,7 +127,19 @@ def option_names(keys: Sequence[Key], arguments: Mapping[str, object]) -> dict[s
 
 
 def with_signature(function: Callable[..., Any], parameters: Sequence[Parameter]) -> Callable[..., None]:
-    """Give a function that takes keywords the signature from which Typer makes the command, panel by panel."""
+    """Give a function that takes keywords the signature from which Typer makes the command, panel by panel.
+
+    Where there are many options, help is that of `OneScreenCommand`, which is the class for the command.
+    """
+    briefs = {
+        parameter.name: mark.text
+        for parameter in parameters
+        for mark in parameter.annotation.__metadata__
+        if isinstance(mark, Brief)
+    }
+    if briefs and len(parameters) > MOST_SHOWN:
+        parameters = [*parameters, HELP_ALL]
+        function.briefs = {HELP_ALL.name: HELP_ALL_TEXT, **briefs}  # type: ignore[attr-defined]
     ordered = sorted(parameters, key=_place)
     function.__signature__ = inspect.Signature(ordered, return_annotation=None)  # type: ignore[attr-defined]
     function.__annotations__ = {parameter.name: parameter.annotation for parameter in ordered}
@@ -209,16 +223,39 @@ def _escape_markup(text: str) -> str:
 
 
 def option(
-    name: str, kind: Any, default: object, *names: str, help: str, panel: str = OUTPUT, **settings: Any
+    name: str,
+    kind: Any,
+    default: object,
+    *names: str,
+    help: str,
+    panel: str | None = OUTPUT,
+    brief: str | None = None,
+    **settings: Any,
 ) -> Parameter:
-    """Return an option that is not a config key."""
+    """Return an option that is not a config key; see `Flag` for `brief`."""
     typer_option = typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **settings)
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, typer_option])
+    mark = () if brief is None else (Brief(brief),)
+    annotation: Any = Annotated[kind, typer_option, *mark]
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def switch(name: str, *names: str, help: str) -> Parameter:
+def switch(name: str, *names: str, help: str, brief: str | None = None) -> Parameter:
     """Return a switch that is not a config key."""
-    return option(name, bool, False, *names, help=help)
+    return option(name, bool, False, *names, help=help, brief=brief)
+
+
+HELP_ALL_TEXT = "Show all options and defaults, and exit."
+HELP_ALL = option(
+    "help_all",
+    bool,
+    False,
+    "--help-all",
+    help=HELP_ALL_TEXT,
+    panel=None,
+    is_eager=True,
+    expose_value=False,
+    callback=show_all,
+)
 
 
 SET = option(
@@ -228,6 +265,7 @@ SET = option(
     "--set",
     metavar="KEY=VALUE",
     help="Set one config key, e.g. --set optim.clip_norm=0.5; repeatable.",
+    brief="Set one config key; repeatable.",
 )
 CONFIG_OPTIONS = (
     option(
@@ -237,6 +275,7 @@ CONFIG_OPTIONS = (
         "--config",
         "-c",
         help="Shipped config or YAML file that overrides the command's default config.",
+        brief="Shipped config or YAML file.",
     ),
     SET,
 )

@@ -10,6 +10,7 @@ import typer
 
 from dpn_cli.commands import one_line_errors
 from dpn_cli.commands.estimate import format_hours, print_costs
+from dpn_cli.commands.one_screen import OneScreenCommand
 from dpn_cli.commands.options import CONFIG_OPTIONS, JSON, VERBOSE, option, with_signature
 from dpn_cli.commands.trainers import DISTILL, PRETRAIN, VTAB, module_of
 from dpn_cli.config.cost import total_disk, total_hours
@@ -91,15 +92,25 @@ OPTIONS = (
         help="Images to train on (minival and held-out ones are not among them), where the data are not here. "
         "\\[default: those of --data, else ImageNet-1k's]",
         panel=DATA,
+        brief="Number of training images.",
     ),
-    option("ranks", int, 1, "--ranks", min=1, help="Number of devices like this one. \\[default: 1]", panel=RUNTIME),
+    option(
+        "ranks",
+        int,
+        1,
+        "--ranks",
+        min=1,
+        help="Number of devices like this one. \\[default: 1]",
+        panel=RUNTIME,
+        brief="Number of devices like this one.",
+    ),
 )
-app.command("pretrain", epilog="Example: dpn plan pretrain --arch B/16 --images 1268355")(
+app.command("pretrain", cls=OneScreenCommand, epilog="Example: dpn plan pretrain --arch B/16 --images 1268355")(
     with_signature(
         pretrain, [*PRETRAIN.extra, *PRETRAIN.parameters(PRETRAIN_KEYS), *OPTIONS, *CONFIG_OPTIONS, JSON, VERBOSE]
     )
 )
-app.command("vtab", epilog="Example: dpn plan vtab --arch B/32 --compare none,dpn")(
+app.command("vtab", cls=OneScreenCommand, epilog="Example: dpn plan vtab --arch B/32 --compare none,dpn")(
     with_signature(vtab, [*VTAB.parameters(VTAB_KEYS), OPTIONS[1], *CONFIG_OPTIONS, JSON, VERBOSE])
 )
 TEACHER = option(
@@ -110,7 +121,8 @@ TEACHER = option(
     help="The teacher, SIZE/PATCH with a plain stem and 1000 classes, where its weights are not here. "
     f"\\[default: --teacher's, else {TEACHER_ARCH}]",
     panel=MODEL,
+    brief="Teacher as SIZE/PATCH, without --teacher.",
 )
-app.command("distill", epilog="Example: dpn plan distill --teacher-arch B/32 --images 10000000")(
+app.command("distill", cls=OneScreenCommand, epilog="Example: dpn plan distill --teacher-arch B/32 --images 10000000")(
     with_signature(distill, [TEACHER, *DISTILL.parameters(DISTILL_KEYS), *OPTIONS, *CONFIG_OPTIONS, JSON, VERBOSE])
 )

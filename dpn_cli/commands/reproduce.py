@@ -15,6 +15,7 @@ from rich.table import Column, Table
 
 from dpn_cli.arch import did_you_mean
 from dpn_cli.commands import one_line_errors
+from dpn_cli.commands.one_screen import OneScreenCommand
 from dpn_cli.commands.options import PRINTING, SET, option, switch, with_signature
 from dpn_cli.commands.train import PROCESS_OPTIONS, process_options
 from dpn_cli.config.launch import LaunchOptions
@@ -224,6 +225,7 @@ OPTIONS = (
         metavar="NAME=PLACE",
         help=f"Where a data set is: {', '.join(DATA_SETS)}; may be repeated. \\[default: $DPN_DATA_DIR/NAME, ./NAME]",
         panel=DATA,
+        brief="Where a data set is; repeatable.",
     ),
     option(
         "weights",
@@ -234,6 +236,7 @@ OPTIONS = (
         help="A network that needs no pre-training, e.g. imagenet/B-32-dpn=B-32-dpn.npz; may be repeated. "
         "\\[default: of imagenet ARCH-STEM.safetensors in $DPN_HOME/weights]",
         panel=MODEL,
+        brief="A network that needs no pre-training; repeatable.",
     ),
     option(
         "seeds",
@@ -244,11 +247,22 @@ OPTIONS = (
         max=100,
         help="Trainings of each network. \\[default: the paper's number, 3 (Table 5: 10); with --small at most 3]",
         panel=TRAIN,
+        brief="Trainings of each network.",
     ),
     SET,
     *PROCESS_OPTIONS,
-    switch("small", "--small", help="Everything at the size of the demo, in minutes: not the paper's numbers."),
-    switch("plan", "--plan", help="Print the commands of the trainings that are not done, and stop."),
+    switch(
+        "small",
+        "--small",
+        help="Everything at the size of the demo, in minutes: not the paper's numbers.",
+        brief="Everything at the size of the demo.",
+    ),
+    switch(
+        "plan",
+        "--plan",
+        help="Print the commands of the trainings that are not done, and stop.",
+        brief="Print the commands of what is left, and stop.",
+    ),
     option(
         "output_dir",
         Path | None,
@@ -257,6 +271,7 @@ OPTIONS = (
         "-o",
         help=f"Folder of all trainings and pages. \\[default: {OUT}; with --small {SMALL_OUT}]",
         panel=OUTPUT,
+        brief="Folder of all trainings and pages.",
     ),
 )
 
@@ -266,6 +281,6 @@ def add_to(root: typer.Typer) -> None:
     from inspect import Parameter
 
     names = Parameter("names", Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[list[str] | None, NAMES])
-    root.command("reproduce", epilog="Example: dpn reproduce table6 --small")(
+    root.command("reproduce", cls=OneScreenCommand, epilog="Example: dpn reproduce table6 --small")(
         with_signature(reproduce, [names, *OPTIONS, *PRINTING])
     )

@@ -13,6 +13,7 @@ import typer
 
 from dpn_cli.commands import one_line_errors
 from dpn_cli.commands.estimate import show_costs
+from dpn_cli.commands.one_screen import OneScreenCommand
 from dpn_cli.commands.options import CONFIG_OPTIONS, PRINTING, option, switch, with_signature
 from dpn_cli.commands.report import write_final_page
 from dpn_cli.commands.train_command import SupportsTrials, TrainCommand, TrainingModule
@@ -70,7 +71,7 @@ def add_command(app: typer.Typer, name: str, training: TrainCommand) -> None:
     command.__doc__ = training.help
     shared = SHARED_OPTIONS if issubclass(training.schema, CompareConfig) else ()
     parameters = [*training.extra, *training.parameters(), *shared, *OUTPUT_OPTIONS]
-    app.command(name, epilog=f"Example: {training.example}")(with_signature(command, parameters))
+    app.command(name, cls=OneScreenCommand, epilog=f"Example: {training.example}")(with_signature(command, parameters))
 
 
 def _launch_options(config: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,8 +196,9 @@ OUTPUT_OPTIONS = (
         "--output-dir",
         "-o",
         help="Folder to write the run to. \\[default: in runs/TASK, named after the network]",
+        brief="Folder of the run; by default in runs/TASK.",
     ),
-    switch("resume", "--resume", help=RESUME),
+    switch("resume", "--resume", help=RESUME, brief="Continue a stopped run."),
     switch("overwrite", "--overwrite", help=OVERWRITE),
     *CONFIG_OPTIONS,
     switch("print_config", "--print-config", help="Print the resolved config and stop."),
@@ -205,6 +207,7 @@ OUTPUT_OPTIONS = (
         "--dry-run",
         help="Test the whole run in a few steps and estimate its memory, seconds per step, hours and disk; keep "
         "nothing.",
+        brief="Measure memory, seconds per step and hours.",
     ),
     switch("no_report", "--no-report", help=NO_PAGE),
     *PRINTING,

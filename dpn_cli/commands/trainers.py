@@ -13,6 +13,7 @@ import typer
 import tasks.classify.options
 import tasks.lit.options
 import tasks.segment.options
+from dpn_cli.commands.one_screen import Brief
 from dpn_cli.commands.options import Variant, option
 from dpn_cli.commands.train_command import TrainCommand
 from dpn_cli.config.load import Logger, Plain, merge, read_config
@@ -110,7 +111,7 @@ def _resolve_pretrain(
 
 
 PRETRAIN = TrainCommand(
-    help="Pre-train a backbone with any stem on ImageNet-1k (Tables 1 and 6), SUN397 (Table 7) or your own images.",
+    help="Pre-train a backbone with any stem on ImageNet, SUN397 or your own images.",
     example="dpn pretrain imagenet --arch B/32 --data imagenet",
     schema=pretrain_config.PretrainConfig,
     module="tasks.classify.pretrain",
@@ -127,13 +128,14 @@ PRETRAIN = TrainCommand(
             annotation=Annotated[
                 str | None,
                 typer.Argument(
-                    metavar="[imagenet|imagenet21k|jft|sun397|cifar10|cifar100|folder]",
+                    metavar="[CONFIG]",
                     help="imagenet is Appendix C, for any labelled images; imagenet21k and jft (any classes) train by "
                     "steps and are probed on ImageNet; sun397 is Appendix F's three stages; cifar10, "
                     "cifar100 and folder (any classes) train a ViT-S with AutoAugment. "
                     "\\[default: imagenet; own images: the config pretrain_own]",
                     show_default=False,
                 ),
+                Brief("imagenet, imagenet21k, jft, sun397, cifar10, cifar100 or folder."),
             ],
         ),
         option(

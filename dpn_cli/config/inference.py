@@ -10,7 +10,11 @@ from dpn_cli.config.schema import EXIF, IMAGE_FILES, PredictionFiles, RunImageRe
 
 RUN = argument("A run's folder, or its weights.safetensors.")
 SCORES_DIR = flag(
-    "--output-dir", "-o", help="Folder for the scores, and what 'dpn report' shows of them.", panel=OUTPUT
+    "--output-dir",
+    "-o",
+    help="Folder for the scores, and what 'dpn report' shows of them.",
+    panel=OUTPUT,
+    brief="Folder for the scores.",
 )
 
 

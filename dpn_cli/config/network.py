@@ -33,6 +33,7 @@ ARCH = flag(
     panel=MODEL,
     unset="the checkpoint's",
     complete=_complete_arch,
+    brief="ViT as SIZE/PATCH, e.g. B/32.",
 )
 STEM = flag(
     "--stem",
@@ -40,6 +41,7 @@ STEM = flag(
     panel=MODEL,
     unset="the checkpoint's; dpn from scratch",
     complete=_complete_stem,
+    brief="Patch stem: dpn, none, or another.",
 )
 NORM = flag(
     "--norm",
@@ -60,6 +62,7 @@ IMAGE_SIZE = flag(
     help="Input size in pixels, N or HxW, a multiple of the patch.",
     panel=MODEL,
     unset="the checkpoint's; 224 from scratch",
+    brief="Input size in pixels.",
 )
 DROP_PATH = flag("--drop-path", help="Stochastic depth rate of the last block.", panel=MODEL)
 Freeze = Annotated[
@@ -117,6 +120,7 @@ class BackboneConfig(Section):
             "or 'none' for from scratch.",
             panel=MODEL,
             unset="ARCH-STEM.safetensors in $DPN_HOME/weights",
+            brief="Weights: a file, timm:NAME, hf-hub:OWNER/NAME, or none.",
         ),
     ] = None
     image_size: Annotated[Pixels | None, IMAGE_SIZE] = None

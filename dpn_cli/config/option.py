@@ -17,7 +17,8 @@ class Flag:
 
     `names` are ``"--batch-size", "-b"`` or ``"--cache/--no-cache"``; without one the field is an argument. `unset` says
     in help what stands for null; the other defaults are read from the configs. `complete` returns the values that shell
-    completion offers.
+    completion offers. An option with a `brief` text is one that people use: ``--help`` shows it with this one line, the
+    others are left to ``--help-all``.
     """
 
     names: tuple[str, ...]
@@ -25,15 +26,16 @@ class Flag:
     panel: str | None
     unset: str = "none"
     complete: Complete | None = None
+    brief: str | None = None
 
     @property
     def parameter(self) -> str:
         """The name of the option's parameter: ``batch_size`` for ``--batch-size``; none for an argument."""
         return (self.names or ("",))[0].partition("/")[0].removeprefix("--").replace("-", "_")
 
-    def replace(self, *, help: str | None = None, unset: str | None = None) -> Flag:
+    def replace(self, *, help: str | None = None, unset: str | None = None, brief: str | None = None) -> Flag:
         """Return the same option with another help text, or another meaning of null."""
-        return replace(self, help=help or self.help, unset=unset or self.unset)
+        return replace(self, help=help or self.help, unset=unset or self.unset, brief=brief or self.brief)
 
 
 def argument(help: str) -> Flag:
@@ -41,6 +43,8 @@ def argument(help: str) -> Flag:
     return Flag((), help, None)
 
 
-def flag(*names: str, help: str, panel: str, unset: str = "none", complete: Complete | None = None) -> Flag:
+def flag(
+    *names: str, help: str, panel: str, unset: str = "none", complete: Complete | None = None, brief: str | None = None
+) -> Flag:
     """Return the `Flag` of a field."""
-    return Flag(names, help, panel, unset, complete)
+    return Flag(names, help, panel, unset, complete, brief)

@@ -69,9 +69,16 @@ class About(Section):
 
 
 # Keys that several schemas have under one meaning; a schema with another meaning writes its own.
-DATA_SOURCE = flag("--data", help="Location of the data.", panel=DATA)
+DATA_SOURCE = flag(
+    "--data", help="Location of the data.", panel=DATA, brief="Folder, pack, URL, hf:OWNER/NAME, wds:PATTERN, or demo."
+)
 VAL_DATA = flag("--val-data", help="Validation images, if they are outside --data.", panel=DATA, unset="--data's")
-VAL_FRACTION = flag("--val-fraction", help="Fraction of every class held out for validation.", panel=DATA)
+VAL_FRACTION = flag(
+    "--val-fraction",
+    help="Fraction of every class held out for validation.",
+    panel=DATA,
+    brief="Fraction held out for validation.",
+)
 DECODE = flag("--decode", help="JPEG decoder: exact (identical to the reference) or pillow.", panel=DATA)
 IMAGE_COLUMN = flag(
     "--image-column",
@@ -79,16 +86,33 @@ IMAGE_COLUMN = flag(
     panel=DATA,
     unset="the only one of its kind",
 )
-LR = flag("--lr", help="Peak learning rate.", panel=TRAIN)
+LR = flag("--lr", help="Peak learning rate.", panel=TRAIN, brief="Peak learning rate.")
 SEED = flag("--seed", help="Seed of image order, crops and new weights.", panel=TRAIN)
-EPOCHS = flag("--epochs", help="Number of passes over the training images.", panel=TRAIN, unset="by --steps")
-BATCH_SIZE = flag("--batch-size", "-b", help="Images per optimizer step over all ranks.", panel=TRAIN)
+EPOCHS = flag(
+    "--epochs",
+    help="Number of passes over the training images.",
+    panel=TRAIN,
+    unset="by --steps",
+    brief="Number of passes over the training images.",
+)
+BATCH_SIZE = flag(
+    "--batch-size",
+    "-b",
+    help="Images per optimizer step over all ranks.",
+    panel=TRAIN,
+    brief="Images per optimizer step.",
+)
 
 # Of commands that do not train: their batches change nothing beyond floating-point rounding.
 FORWARD_BATCH_SIZE = flag("--batch-size", "-b", help="Number of images per forward pass.", panel=RUNTIME)
 ForwardBatchSize = Annotated[Positive, FORWARD_BATCH_SIZE]
 IMAGE_FILES = argument("Images, or folders of images.")
-HTML = flag("--html", help="Write an HTML page of thumbnails with predictions.", panel=OUTPUT)
+HTML = flag(
+    "--html",
+    help="Write an HTML page of thumbnails with predictions.",
+    panel=OUTPUT,
+    brief="Page of thumbnails with predictions.",
+)
 MICRO_BATCH_SIZE = flag(
     "--micro-batch-size",
     help="Images per forward pass, or auto for as many as fit into memory.",
@@ -183,7 +207,13 @@ class PredictionFiles(Section):
     """Files of predictions, in addition to the printed ones."""
 
     csv: Annotated[
-        Path | None, flag("--csv", help="Write a CSV table of predictions, one row per image.", panel=OUTPUT)
+        Path | None,
+        flag(
+            "--csv",
+            help="Write a CSV table of predictions, one row per image.",
+            panel=OUTPUT,
+            brief="Table of all predictions.",
+        ),
     ] = None
     html: Annotated[Path | None, HTML] = None
 
@@ -218,6 +248,7 @@ class Schedule(Section):
             "--steps",
             help="Optimizer steps per training; fewer than the config's scale the warm-up down.",
             panel=TRAIN,
+            brief="Number of optimizer steps.",
         ),
     ]
     warmup: NonNegativeInt = 0

@@ -49,6 +49,13 @@ def expand_shifts(words: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for word in words for name in _GROUPS.get(word, (word,))))
 
 
+SHIFTS_FLAG = flag(
+    "--shifts",
+    help="Also score under shifts: all, imagenet-c, noise, blur, weather, digital, light, or names: gain,dusk.",
+    panel=DATA,
+)
+
+
 class ShiftSection(Section):
     """Shifts of the data under which a finished network is scored, too."""
 
@@ -56,11 +63,7 @@ class ShiftSection(Section):
         tuple[str, ...],
         BeforeValidator(split_list),
         AfterValidator(expand_shifts),
-        flag(
-            "--shifts",
-            help="Also score under shifts: all, imagenet-c, noise, blur, weather, digital, light, or names: gain,dusk.",
-            panel=DATA,
-        ),
+        SHIFTS_FLAG,
     ] = ()
     severities: Annotated[
         tuple[Annotated[int, Field(ge=1, le=5)], ...],
@@ -79,6 +82,12 @@ class ShiftSection(Section):
 class ShiftOptions(ShiftSection):
     """Shifts of an evaluation, which may score a second network."""
 
+    names: Annotated[
+        tuple[str, ...],
+        BeforeValidator(split_list),
+        AfterValidator(expand_shifts),
+        SHIFTS_FLAG.replace(brief="Also score under shifts: all, light, noise, ..."),
+    ] = ()
     baseline: Annotated[
         str | None,
         flag("--baseline", help="Another run, scored on the same shifted images: the reference of mCE.", panel=DATA),

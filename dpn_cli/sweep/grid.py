@@ -19,7 +19,12 @@ from dpn_cli.config.validation_errors import explain
 
 MOST_SEEDS = 1000
 SEED_COUNT = f"how many seeds, at most {MOST_SEEDS}, or a list of them from 0 to {MOST_SEED}, e.g. 3 or 0,1,2"
-SEEDS = flag("--seeds", help="Number of seeds, or a list: 3 is 0,1,2.", panel=TRAIN)
+SEEDS = flag(
+    "--seeds",
+    help="Number of seeds, or a list: 3 is 0,1,2.",
+    panel=TRAIN,
+    brief="Number of seeds, or a list: 3 is 0,1,2.",
+)
 # Characters of a folder's name at most, so that its path parts stay below a file system's limit of 255 bytes.
 LONGEST = 100
 
@@ -61,6 +66,7 @@ COMPARE = flag(
     help="Run several stems under the same config, e.g. none,dpn, or networks, e.g. "
     "'stem=none,norm=ln;stem=dpn,norm=ln;stem=none,norm=bn', and print the paired difference.",
     panel=MODEL,
+    brief="Train several stems, none,dpn, and pair them.",
 )
 
 

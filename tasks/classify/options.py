@@ -35,6 +35,7 @@ LABELLED = flag(
     "--data",
     help="Folder with val/CLASS or CLASS, hf:OWNER/NAME[:CONFIGURATION], wds:PATTERN, or demo.",
     panel=DATA,
+    brief="Images to score; by default the run's own.",
 )
 OWN_SIZE = IMAGE_SIZE.replace(unset="the checkpoint's own")
 
@@ -51,6 +52,7 @@ class EvalOptions(EvaluationOptions):
             help="Part of the data.",
             panel=DATA,
             unset="val, which of a run's own data are the images that it set apart",
+            brief="Part of the data: train, val, test or all.",
         ),
     ] = None
     image_column: ImageColumn = None
@@ -80,6 +82,7 @@ class ProbeFolder(Section):
             help="Folder of a run that keeps every draw.",
             panel=OUTPUT,
             unset="none; with --compare runs/fewshot/NETWORKS",
+            brief="Folder for what is written.",
         ),
     ] = None
     resume: Annotated[bool, flag("--resume", help=RESUME, panel=OUTPUT)] = False
@@ -116,7 +119,7 @@ class ProbeOptions(Section):
         BeforeValidator(split_list),
         AfterValidator(lambda shots: tuple(sorted(shots))),  # the order in which results list them
         Field(min_length=1, description="numbers from 1 to 1000000, each once, with commas, e.g. 1,5,10"),
-        flag("--shots", help="Images per class, comma separated.", panel=DATA),
+        flag("--shots", help="Images per class, comma separated.", panel=DATA, brief="Images per class."),
     ] = (1, 5, 10, 25)
     seeds: Annotated[
         tuple[Seed, ...],
@@ -182,7 +185,9 @@ class PredictOptions(ImageFileOptions):
     """Options of ``dpn predict``."""
 
     reading: ClassifierImageReading = ClassifierImageReading()
-    top: Annotated[Positive, flag("--top", "-k", help="Classes per image.", panel=OUTPUT)] = 3
+    top: Annotated[
+        Positive, flag("--top", "-k", help="Classes per image.", panel=OUTPUT, brief="Classes per image.")
+    ] = 3
     shift: ShiftSection = ShiftSection()
     batch_size: ForwardBatchSize = 64
 
@@ -202,5 +207,12 @@ class ExportOptions(Section):
         flag("--to", help="Format; pt2 is torch.export's.", panel=MODEL),
     ] = "safetensors"
     output_dir: Annotated[
-        Path, flag("--output-dir", "-o", help="Folder for the network and its card.", panel=OUTPUT)
+        Path,
+        flag(
+            "--output-dir",
+            "-o",
+            help="Folder for the network and its card.",
+            panel=OUTPUT,
+            brief="Folder for what is written.",
+        ),
     ] = Path("export")

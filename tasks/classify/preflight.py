@@ -34,7 +34,7 @@ Json = dict[str, Any]
 # Training images that are decoded before training, to see whether the files are images at all.
 SAMPLE = 100
 # Mean distance between the highest and the lowest channel from which an image is in colour, in grey levels of 255; and
-# the smallest crop of images in colour, of clothing's photographs the best of those that were tried.
+# the smallest crop of images in colour; see docs/measurements.md.
 LEAST_COLOUR, PHOTO_AREA = 2.0, 0.25
 
 
@@ -164,8 +164,9 @@ def decode_some(split: LabelledImages, skip_bad: bool) -> DecodedSample:
 def augment_by_images(config: ConfigT, data: ClassData, log: Logger = discard_message) -> ConfigT:
     """Return the config with crops and flips decided by the training images, where it leaves them open.
 
-    Images in colour are taken for photographs: they are cropped at random and flipped. Grey ones may be digits, letters
-    or X-rays, which are taken whole and unflipped. Raises `DataError` as `decode_some` does.
+    Images in colour are taken for photographs: they are cropped at random and flipped, and evaluated with as little cut
+    off as a square allows. Grey ones may be digits, letters or X-rays, which are taken whole and unflipped. Raises
+    `DataError` as `decode_some` does.
     """
     keys = config.data
     if keys.crop is not None and keys.flip is not None:
@@ -176,9 +177,11 @@ def augment_by_images(config: ConfigT, data: ClassData, log: Logger = discard_me
         random_crop = in_colour or keys.crop_area is not None
         update["crop"] = "inception" if random_crop else "whole"
         update["crop_area"] = (keys.crop_area or PHOTO_AREA) if random_crop else None
+        if random_crop and keys.eval_resize is None and config.backbone.image_size:
+            update["eval_resize"] = max(input_size(config))
     if keys.flip is None:
         update["flip"] = in_colour
-    decided = " and ".join(f"data.{key}" for key in update if key != "crop_area")
+    decided = " and ".join(f"data.{key}" for key in update if key in ("crop", "flip"))
     log(f"most training images are {'in colour' if in_colour else 'grey'}, which decides {decided}")
     return config.model_copy(update={"data": keys.model_copy(update=update)})
 

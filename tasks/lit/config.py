@@ -78,6 +78,7 @@ class CaptionData(ImageReading):
             "--zeroshot-data",
             help="Labelled images, e.g. imagenet, to classify by prompts at the end, as 'lit eval' does (Table 4).",
             panel=DATA,
+            brief="Labelled images to classify at the end.",
         ),
     ] = None
     images: Annotated[
@@ -100,7 +101,13 @@ class Text(Section):
 
     size: Annotated[
         str | None,
-        flag("--text-size", help=f"Text tower: {', '.join(SIZES)}.", panel=MODEL, unset="the image tower's"),
+        flag(
+            "--text-size",
+            help=f"Text tower: {', '.join(SIZES)}.",
+            panel=MODEL,
+            unset="the image tower's",
+            brief="Size of the text tower, e.g. B.",
+        ),
     ] = None
     tokenizer: Annotated[
         str | None,

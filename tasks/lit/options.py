@@ -41,6 +41,7 @@ class LitEvalOptions(EvaluationOptions):
             help="Labelled images (folder with val/CLASS or CLASS, hf:OWNER/NAME[:CONFIGURATION], wds:PATTERN, demo), "
             "or captioned ones (.csv, .tsv, .json; with --retrieval the other kinds of 'lit train' too).",
             panel=DATA,
+            brief="Labelled or captioned images.",
         ),
     ]
     split: Annotated[
@@ -50,10 +51,17 @@ class LitEvalOptions(EvaluationOptions):
             help="Part of the data.",
             panel=DATA,
             unset="val, which of a run's own pairs are those that it held out",
+            brief="Part of the data.",
         ),
     ] = None
     retrieval: Annotated[
-        bool, flag("--retrieval", help="Read --data as captioned images and score retrieval.", panel=DATA)
+        bool,
+        flag(
+            "--retrieval",
+            help="Read --data as captioned images and score retrieval.",
+            panel=DATA,
+            brief="Score retrieval of captioned images.",
+        ),
     ] = False
     prompts: Annotated[
         str | None,
@@ -62,6 +70,7 @@ class LitEvalOptions(EvaluationOptions):
             help="clip_paper (81 templates), clip_best (8), plain, or a file, one a line.",
             panel=MODEL,
             unset="clip_paper",
+            brief="Prompts: clip_paper, clip_best, plain, or a file.",
         ),
     ] = None
     class_names: Annotated[
@@ -71,6 +80,7 @@ class LitEvalOptions(EvaluationOptions):
             help="imagenet, or a file with a name per class.",
             panel=DATA,
             unset="open_clip's for ImageNet's folders, else the folders' own",
+            brief="imagenet, or a file with a name per class.",
         ),
     ] = None
     images: Annotated[str | None, IMAGES] = None
@@ -99,10 +109,24 @@ class ZeroShotOptions(ImageFileOptions):
     """Options of ``dpn lit predict``."""
 
     run: Annotated[str, RUN]
-    labels: Annotated[str, flag("--labels", help="What the images may show, comma separated.", panel=MODEL)]
-    prompts: Annotated[str, flag("--prompts", help="As for eval: plain takes the labels as they are.", panel=MODEL)] = (
-        "plain"
-    )
+    labels: Annotated[
+        str,
+        flag(
+            "--labels",
+            help="What the images may show, comma separated.",
+            panel=MODEL,
+            brief="What the images may show, comma separated.",
+        ),
+    ]
+    prompts: Annotated[
+        str,
+        flag(
+            "--prompts",
+            help="As for eval: plain takes the labels as they are.",
+            panel=MODEL,
+            brief="Prompts: clip_paper, clip_best, plain, or a file.",
+        ),
+    ] = "plain"
     top: Annotated[Positive, TOP] = 3
     batch_size: ForwardBatchSize = 64
 
@@ -111,8 +135,10 @@ class SearchOptions(Section):
     """Options of ``dpn lit search``."""
 
     run: Annotated[str, RUN]
-    images: Annotated[Path, flag("--images", help="Folder of images.", panel=DATA)]
-    query: Annotated[str, flag("--query", help="What to look for, a sentence.", panel=MODEL)]
+    images: Annotated[Path, flag("--images", help="Folder of images.", panel=DATA, brief="Folder of images.")]
+    query: Annotated[
+        str, flag("--query", help="What to look for, a sentence.", panel=MODEL, brief="What to look for, a sentence.")
+    ]
     top: Annotated[Positive, TOP] = 10
     reading: RunImageReading = RunImageReading()
     skip_bad_images: SkipBadImages = False
@@ -127,5 +153,12 @@ class LitExportOptions(Section):
 
     run: Annotated[str, RUN]
     output_dir: Annotated[
-        Path, flag("--output-dir", "-o", help="Folder for towers, description and card.", panel=OUTPUT)
+        Path,
+        flag(
+            "--output-dir",
+            "-o",
+            help="Folder for towers, description and card.",
+            panel=OUTPUT,
+            brief="Folder for what is written.",
+        ),
     ] = Path("export")

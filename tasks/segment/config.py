@@ -78,11 +78,18 @@ class MaskData(ImageReading):
             "--fraction",
             help="Share of the training images, e.g. 1/16 or 0.25; smaller shares lie in larger ones.",
             panel=DATA,
+            brief="Share of the training images, e.g. 1/16.",
         ),
     ] = 1.0
     classes: Annotated[
         str | None,
-        flag("--class-names", help="File with one class name per line.", panel=DATA, unset="classes.txt in --data"),
+        flag(
+            "--class-names",
+            help="File with one class name per line.",
+            panel=DATA,
+            unset="classes.txt in --data",
+            brief="File with one class name per line.",
+        ),
     ] = None
     label_offset: Annotated[
         int,

@@ -29,6 +29,7 @@ class SegmentEvalOptions(EvaluationOptions):
             help="Data set at another location than the run's, of the same classes and values.",
             panel=DATA,
             unset="the run's",
+            brief="Images with masks to score.",
         ),
     ] = None
     mode: Annotated[
@@ -70,6 +71,9 @@ class SegmentPredictOptions(ImageFileOptions):
 
     run: Annotated[str, RUN]
     batch_size: Windows = None
-    output_dir: Annotated[Path, flag("--output-dir", "-o", help="Folder for what is written.", panel=OUTPUT)] = Path(
-        "predictions"
-    )
+    output_dir: Annotated[
+        Path,
+        flag(
+            "--output-dir", "-o", help="Folder for what is written.", panel=OUTPUT, brief="Folder for what is written."
+        ),
+    ] = Path("predictions")

@@ -56,6 +56,7 @@ TASKS_FLAG = flag(
     help="all, natural, specialized, structured, or task names, comma separated.",
     panel=DATA,
     complete=_complete_tasks,
+    brief="all, natural, specialized, structured, or names.",
 )
 
 
@@ -121,7 +122,12 @@ class VtabConfig(CompareConfig):
         tuple[Lr, ...],
         BeforeValidator(split_list),
         Field(min_length=1),
-        flag("--lrs", help="Peak learning rates to choose from, comma separated.", panel=TRAIN),
+        flag(
+            "--lrs",
+            help="Peak learning rates to choose from, comma separated.",
+            panel=TRAIN,
+            brief="Peak learning rates to choose from.",
+        ),
     ]
     seeds: Annotated[
         tuple[Seed, ...],

@@ -276,7 +276,7 @@ def test_an_image_size_that_no_memory_holds_is_refused_by_every_command(command:
 
 def test_help_of_pretraining_speaks_of_no_checkpoint() -> None:
     def page(*command: str) -> str:
-        return " ".join(run_dpn(*command, "--help").stdout.replace("│", "").split())
+        return " ".join(run_dpn(*command, "--help-all").stdout.replace("│", "").split())
 
     assert "the checkpoint's" in page("finetune", "highres")
     assert "the checkpoint's" not in page("pretrain") + page("plan", "pretrain")

@@ -172,6 +172,7 @@ class DistillConfig(SweepConfig):
             "timm:NAME or hf-hub:OWNER/NAME.",
             panel=MODEL,
             unset="needed; demo: the demo's tower",
+            brief="Trained network: a file, a run, timm:NAME.",
         ),
     ] = None
     data: DistillData = DistillData()
