@@ -164,9 +164,8 @@ def decode_some(split: LabelledImages, skip_bad: bool) -> DecodedSample:
 def augment_by_images(config: ConfigT, data: ClassData, log: Logger = discard_message) -> ConfigT:
     """Return the config with crops and flips decided by the training images, where it leaves them open.
 
-    Images in colour are taken for photographs: they are cropped at random and flipped, and evaluated with as little cut
-    off as a square allows. Grey ones may be digits, letters or X-rays, which are taken whole and unflipped. Raises
-    `DataError` as `decode_some` does.
+    Images in colour are taken for photographs: they are cropped at random and flipped. Grey ones may be digits, letters
+    or X-rays, which are taken whole and unflipped. Raises `DataError` as `decode_some` does.
     """
     keys = config.data
     if keys.crop is not None and keys.flip is not None:
@@ -177,8 +176,6 @@ def augment_by_images(config: ConfigT, data: ClassData, log: Logger = discard_me
         random_crop = in_colour or keys.crop_area is not None
         update["crop"] = "inception" if random_crop else "whole"
         update["crop_area"] = (keys.crop_area or PHOTO_AREA) if random_crop else None
-        if random_crop and keys.eval_resize is None and config.backbone.image_size:
-            update["eval_resize"] = max(input_size(config))
     if keys.flip is None:
         update["flip"] = in_colour
     decided = " and ".join(f"data.{key}" for key in update if key in ("crop", "flip"))

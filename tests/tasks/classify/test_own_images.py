@@ -177,7 +177,7 @@ def test_images_in_colour_are_cropped_and_flipped_unless_told_otherwise(
     classifier = load_classifier(str(tmp_path / "run"))
     keys = classifier.facts["config"]["data"]
     assert (keys["crop"], keys["crop_area"], keys["flip"]) == (crop, area, flip)
-    assert classifier.resize_side == (None if crop == "whole" else 16)  # as little as a square cuts off
+    assert classifier.resize_side == (None if crop == "whole" else 18)  # the centre, in the proportion of 224 to 256
     said = completed.stderr.replace("\n", " ")
     assert (
         f"training images: {'whole' if crop == 'whole' else f'inception crops of {area} of the area or more'}" in said
