@@ -204,7 +204,7 @@ def test_training_batches_hold_the_decoders_pixels(
     decode: Decode, crop: Any, jpegs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     height, width, _ = jpegs["exact"].shape
-    monkeypatch.setattr("dpn_cli.data.crops.inception_box", lambda size, generator: (0, 0, *size))
+    monkeypatch.setattr("dpn_cli.data.crops.inception_box", lambda size, *_: (0, 0, *size))
     split = from_folder(tmp_path, jpegs["bytes"], ReadOptions())
     options = Augmentation((height // 2, width // 2), decode, crop=crop, flip=False)
     image = next(crop_batches(split, options, 2, 0, ALONE, workers=0)(0))["image"][0]

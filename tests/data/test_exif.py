@@ -83,6 +83,7 @@ def test_a_training_turns_images_and_so_does_all_that_uses_it(image: Image.Image
             stored(path, photo.convert("RGB").transpose(Image.Transpose.ROTATE_90), 6)
     base = ["pretrain", "--data", str(data), "--val-fraction", "0.5", "--arch", "mu/8", "--image-size", "16"]
     base += ["--steps", "1", "-b", "4", "-j", "0", "--no-report", "--jitter", "0.2"]
+    base += ["--no-flip", "--set", "data.crop=whole"]
     predictions = []
     for name, flags in (("upright", []), ("stored", ["--no-exif"])):
         trained = run_dpn(*base, *flags, "-o", str(tmp_path / name))

@@ -22,7 +22,7 @@ from support.cli import run_dpn
 from support.distill import distill_config, train_distill, write_teacher
 from support.highres import highres_config, train_highres
 from support.packs import SHARD_IMAGES, SHARDS, TINY_RUN, write_pack
-from tasks.classify import train as training
+from tasks.classify import training_batches
 from tasks.classify.distill import train as distillation
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def test_trainings_shuffle_shards_on_request(
     kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     orders: list[ShardOrder | None] = []
-    module = distillation if kind == "distill" else training
+    module = distillation if kind == "distill" else training_batches
     made = module.crop_batches
 
     def seen(split: LabelledImages, *arguments: Any, **options: Any) -> Batches:

@@ -138,7 +138,7 @@ def test_a_run_trains_chooses_and_is_scored_on_the_splits_of_these_names(
         scored.append(fingerprint(split))
         return score(logits_of, split, *arguments, **options)
 
-    monkeypatch.setattr(training, "crop_batches", recorded_batches)
+    monkeypatch.setattr("tasks.classify.training_batches.crop_batches", recorded_batches)
     monkeypatch.setattr(training, "score", recorded_score)
     config = highres_config(photos, schedule={"steps": 2}, evaluate_every=1, runtime={"workers": 0})
     splits = train_highres(config, tmp_path / "run")["data"]

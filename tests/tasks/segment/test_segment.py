@@ -64,7 +64,7 @@ def opened(path: Path | str) -> Image.Image:
 @pytest.fixture(scope="module")
 def finished(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     path = tmp_path_factory.mktemp("run") / "run"
-    return path, train_segment(segment_config(shapes, evaluate_every=20), path)
+    return path, train_segment(segment_config(shapes, evaluate_every=20, head_init="truncated_normal"), path)
 
 
 def test_every_mode_with_one_number_per_pixel_is_read(own: Path) -> None:

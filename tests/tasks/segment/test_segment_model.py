@@ -201,7 +201,7 @@ def test_a_folders_config_differs_from_ade20ks_as_its_images_do() -> None:
     ade, folder = (
         build(SegmentConfig, resolve(name, None, {"data": {"source": "x"}}, {}), name) for name in ("ade20k", "segment")
     )
-    same = ("lr", "batch_size", "optim", "schedule", "head_init", "backbone")
+    same = ("lr", "batch_size", "optim", "schedule", "backbone")
     assert all(getattr(ade, key) == getattr(folder, key) for key in same)
     assert folder.epochs == 128
     assert (folder.data.label_offset, folder.data.ignore_label) == (0, 255)
@@ -211,6 +211,7 @@ def test_a_folders_config_differs_from_ade20ks_as_its_images_do() -> None:
     assert (ade.final_norm, folder.final_norm, ade.data.flip, folder.data.flip) == (False, True, True, True)
     assert (ade.evaluation.mode, ade.evaluation.size, ade.evaluation.scales) == ("slide", "both", (1.0,))
     assert folder.evaluation.size == "resize"  # as training sizes the images
+    assert folder.head_init == "lecun_normal"  # of any width
     assert (ade.head_init, ade.epochs, ade.evaluate_every) == ("truncated_normal", None, 16_000)
 
 
