@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from dpn_cli.arch import Act, Stem
 from dpn_cli.commands.command import Outcome, register_command
 from dpn_cli.config.network import IMAGE_SIZE, STEM
-from dpn_cli.config.option import DATA, FACTS, OUTPUT, argument, flag
+from dpn_cli.config.option import DATA, FACTS, HELP, OUTPUT, argument, flag
 from dpn_cli.config.schema import (
     ForwardBatchSize,
     ImageReading,
@@ -97,9 +97,7 @@ class WriteOptions(FileInspectOptions):
     """Options of the commands that write a weight file."""
 
     target: Annotated[Path, argument("The .safetensors file to write.")]
-    overwrite: Annotated[
-        bool, flag("--overwrite", help="Replace an existing file.", panel=OUTPUT, brief="Replace an existing file.")
-    ] = False
+    overwrite: Annotated[bool, flag("--overwrite", help="Replace an existing file.", panel=OUTPUT, brief=HELP)] = False
 
 
 class ConvertOptions(WriteOptions):
@@ -121,9 +119,7 @@ class FoldOptions(Section):
 
     source: Annotated[str, argument("A finished run's folder, or a weight file.")]
     target: Annotated[Path, argument("The .safetensors file to write.")]
-    overwrite: Annotated[
-        bool, flag("--overwrite", help="Replace an existing file.", panel=OUTPUT, brief="Replace an existing file.")
-    ] = False
+    overwrite: Annotated[bool, flag("--overwrite", help="Replace an existing file.", panel=OUTPUT, brief=HELP)] = False
     facts: FileFacts = FileFacts()
 
 
@@ -137,7 +133,7 @@ class RetrofitOptions(WriteOptions):
             "--data",
             help="Folder of images to fit the norms on, or demo.",
             panel=DATA,
-            brief="Folder of images to fit the norms on, or demo.",
+            brief=HELP,
         ),
     ]
     images: Annotated[

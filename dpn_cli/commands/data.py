@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 from dpn_cli.arch import MOST_PIXELS
 from dpn_cli.commands import datacheck, prepare
 from dpn_cli.commands.command import Outcome, register_command
-from dpn_cli.config.option import DATA, OUTPUT, RUNTIME, flag
+from dpn_cli.config.option import DATA, HELP, OUTPUT, RUNTIME, flag
 from dpn_cli.config.schema import (
     VAL_DATA,
     DataLocation,
@@ -53,7 +53,7 @@ class PackCommandOptions(Section):
     ]
     out: Annotated[
         Path,
-        flag("--out", "-o", help="Folder to write the pack to.", panel=OUTPUT, brief="Folder to write the pack to."),
+        flag("--out", "-o", help="Folder to write the pack to.", panel=OUTPUT, brief=HELP),
     ]
     size: Annotated[
         Side | None,

@@ -74,8 +74,7 @@ def parameter_of(key: Key, default: str | None) -> Parameter:
     }
     info = typer.Option(*key.flag.names, **shared) if key.flag.names else typer.Argument(**shared)
     kind: Any = _typer_type(key.field)
-    brief = () if key.flag.brief is None else (Brief(key.flag.brief),)
-    annotation: Any = Annotated[kind if required else kind | None, info, *brief]
+    annotation: Any = Annotated[kind if required else kind | None, info, *_marks(key.flag.brief)]
     return Parameter(
         key.parameter, Parameter.KEYWORD_ONLY, default=Parameter.empty if required else None, annotation=annotation
     )
@@ -222,6 +221,11 @@ def _escape_markup(text: str) -> str:
     return text.replace("[", "\\[")
 
 
+def _marks(brief: str | None) -> tuple[Brief, ...]:
+    """Return the mark of an option that ``--help`` shows; none for others."""
+    return () if brief is None else (Brief(brief),)
+
+
 def option(
     name: str,
     kind: Any,
@@ -234,8 +238,7 @@ def option(
 ) -> Parameter:
     """Return an option that is not a config key; see `Flag` for `brief`."""
     typer_option = typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **settings)
-    mark = () if brief is None else (Brief(brief),)
-    annotation: Any = Annotated[kind, typer_option, *mark]
+    annotation: Any = Annotated[kind, typer_option, *_marks(brief)]
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 MODEL, DATA, TRAIN, RUNTIME, OUTPUT = "Model", "Data", "Training", "Runtime", "Output and config"
 FACTS = "Facts missing from the file"
 PANELS = (MODEL, FACTS, DATA, TRAIN, RUNTIME, OUTPUT)
+# Of `flag`: a brief text that is the help text.
+HELP = ""
 Complete = Callable[[str], Sequence[str | tuple[str, str]]]
 
 
@@ -17,8 +19,8 @@ class Flag:
 
     `names` are ``"--batch-size", "-b"`` or ``"--cache/--no-cache"``; without one the field is an argument. `unset` says
     in help what stands for null; the other defaults are read from the configs. `complete` returns the values that shell
-    completion offers. An option with a `brief` text is one that people use: ``--help`` shows it with this one line, the
-    others are left to ``--help-all``.
+    completion offers. An option with a `brief` text is one that people use: ``--help`` shows it with this one line,
+    the others are left to ``--help-all``.
     """
 
     names: tuple[str, ...]
@@ -47,4 +49,4 @@ def flag(
     *names: str, help: str, panel: str, unset: str = "none", complete: Complete | None = None, brief: str | None = None
 ) -> Flag:
     """Return the `Flag` of a field."""
-    return Flag(names, help, panel, unset, complete, brief)
+    return Flag(names, help, panel, unset, complete, help if brief == HELP else brief)

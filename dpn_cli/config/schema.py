@@ -16,7 +16,7 @@ from dpn_cli.arch import (
     MOST_PIXELS,
     parse_whole_number,
 )
-from dpn_cli.config.option import DATA, OUTPUT, RUNTIME, TRAIN, argument, flag
+from dpn_cli.config.option import DATA, HELP, OUTPUT, RUNTIME, TRAIN, argument, flag
 from dpn_cli.config.urls import check_url
 
 # The largest seed that every library takes.
@@ -86,14 +86,14 @@ IMAGE_COLUMN = flag(
     panel=DATA,
     unset="the only one of its kind",
 )
-LR = flag("--lr", help="Peak learning rate.", panel=TRAIN, brief="Peak learning rate.")
+LR = flag("--lr", help="Peak learning rate.", panel=TRAIN, brief=HELP)
 SEED = flag("--seed", help="Seed of image order, crops and new weights.", panel=TRAIN)
 EPOCHS = flag(
     "--epochs",
     help="Number of passes over the training images.",
     panel=TRAIN,
     unset="by --steps",
-    brief="Number of passes over the training images.",
+    brief=HELP,
 )
 BATCH_SIZE = flag(
     "--batch-size",

@@ -56,15 +56,13 @@ SHIFTS_FLAG = flag(
 )
 
 
+ShiftNames = Annotated[tuple[str, ...], BeforeValidator(split_list), AfterValidator(expand_shifts)]
+
+
 class ShiftSection(Section):
     """Shifts of the data under which a finished network is scored, too."""
 
-    names: Annotated[
-        tuple[str, ...],
-        BeforeValidator(split_list),
-        AfterValidator(expand_shifts),
-        SHIFTS_FLAG,
-    ] = ()
+    names: Annotated[ShiftNames, SHIFTS_FLAG] = ()
     severities: Annotated[
         tuple[Annotated[int, Field(ge=1, le=5)], ...],
         BeforeValidator(split_list),
@@ -79,15 +77,23 @@ class ShiftSection(Section):
         return networks * (1 + len(self.names) * len(self.severities)) if self.names else 0
 
 
+class ShownShifts(ShiftSection):
+    """Shifts under which a page shows images."""
+
+    names: Annotated[
+        ShiftNames,
+        SHIFTS_FLAG.replace(
+            help="Show the first five images under shifts on the page of --html: all, imagenet-c, noise, blur, "
+            "weather, digital, light, or names: gain,dusk.",
+            brief="Show images under shifts on the page of --html.",
+        ),
+    ] = ()
+
+
 class ShiftOptions(ShiftSection):
     """Shifts of an evaluation, which may score a second network."""
 
-    names: Annotated[
-        tuple[str, ...],
-        BeforeValidator(split_list),
-        AfterValidator(expand_shifts),
-        SHIFTS_FLAG.replace(brief="Also score under shifts: all, light, noise, ..."),
-    ] = ()
+    names: Annotated[ShiftNames, SHIFTS_FLAG.replace(brief="Also score under shifts: all, light, noise, ...")] = ()
     baseline: Annotated[
         str | None,
         flag("--baseline", help="Another run, scored on the same shifted images: the reference of mCE.", panel=DATA),

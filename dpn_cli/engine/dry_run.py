@@ -107,7 +107,8 @@ def dry_run_fit(build_setup: Callable[[], DryRunSetup], name: str, run_folder: P
             load_seconds = time.perf_counter() - load_time
         measured = _measure_first_steps(scene, batch, Checkpoints(scratch), load_seconds)
         state = from_leader(sum(file.stat().st_size for file in (scratch / "last").iterdir()))
-        _describe_load(time.perf_counter() - start_time, others)
+        if world.size == 1:  # other ranks are no other programs
+            _describe_load(time.perf_counter() - start_time, others)
         print_message(f"dry run of {name}: the state is saved; a second start continues from it")
         del scene, job
         gc.collect()  # a GPU may not hold two networks

@@ -14,13 +14,13 @@ from dpn_cli.report.content import Rows
 from dpn_cli.report.tables import as_csv
 from dpn_cli.report.thumbnails import thumbnail
 from dpn_cli.run.files import replace_file, replace_text
+from dpn_cli.sweep.score_names import score_name
 
 # File of the scores.
 SHIFTS_FILE = "shifts.csv"
 # The row of unshifted images, and the folder of an image under every shift.
 CLEAN, EXAMPLES = "clean", "shifts"
 Metric = Literal["top1", "miou"]
-METRICS: dict[Metric, str] = {"top1": "top-1", "miou": "mIoU"}
 Json = dict[str, Any]
 # Scores a network in percent under a shift and a severity; the severity 0 leaves images as they are.
 Score = Callable[[str, str, int], float]
@@ -100,7 +100,7 @@ def describe_shifts(result: Json) -> list[str]:
     shifts = result.get("shifts")
     if not shifts:
         return []
-    metric, severities, lines = METRICS[shifts["metric"]], shifts["severities"], []
+    metric, severities, lines = score_name(shifts["metric"]), shifts["severities"], []
     for network, result in shifts["networks"].items():
         lines.append(f"{network}: {metric} in % under shifts, by severity (clean {result['clean']:.2f})")
         header = "".join(f"{severity:>8}" for severity in severities)

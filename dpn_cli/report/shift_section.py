@@ -17,9 +17,8 @@ from dpn_cli.report.content import (
     mean_with_band,
 )
 from dpn_cli.report.reading import Json, RunRecord
-from dpn_cli.report.shift_scores import CLEAN, EXAMPLES, METRICS
-from dpn_cli.statistics import as_text
-from dpn_cli.sweep.score_names import SHIFT_PREFIX, score_name, shift_keys
+from dpn_cli.report.shift_scores import CLEAN, EXAMPLES
+from dpn_cli.sweep.score_names import SHIFT_PREFIX, score_name, shift_keys, shift_metric
 
 
 def shift_sections(run: RunRecord, prefix: str) -> list[PageSection]:
@@ -30,7 +29,7 @@ def shift_sections(run: RunRecord, prefix: str) -> list[PageSection]:
     """
     if not (shifts := run.result.get("shifts")):
         return []
-    metric = METRICS[shifts["metric"]]
+    metric = score_name(shifts["metric"])
     networks, severities, several = shifts["networks"], shifts["severities"], len(shifts["networks"]) > 1
     names = list(next(iter(networks.values()))["scores"])
     parts: list[Part] = []
@@ -64,38 +63,19 @@ def shift_sections(run: RunRecord, prefix: str) -> list[PageSection]:
     return [PageSection("Shifts", [*parts, *gallery])]
 
 
-def compared_shifts(run: RunRecord, prefix: str) -> list[PageSection]:
-    """Return the scores of a sweep's networks under shifts: a chart for each shift, and a table of the means.
-
-    Without scores under shifts there is no section.
-    """
-    compared, keys = run.result["compare"], shift_keys(run.result.get("scores", ()))
-    results = {name: list(network["runs"].values()) for name, network in compared["networks"].items()}
-    parts: list[Part] = []
+def compared_shift_charts(run: RunRecord, prefix: str) -> list[Part]:
+    """Return a chart for each shift under which the networks of a sweep were scored."""
+    keys = shift_keys(run.result.get("scores", ()))
+    results = {name: list(network["runs"].values()) for name, network in run.result["compare"]["networks"].items()}
+    charts: list[Part] = []
     for key in keys:
-        shift = key.removeprefix(SHIFT_PREFIX)
+        shift, metric = key.removeprefix(SHIFT_PREFIX), shift_metric(run.result)
         curves = {name: [_curve(result["shifts"], shift) for result in found] for name, found in results.items()}
         series = [mean_with_band(name, lines) for name, lines in curves.items() if lines]
-        metric = score_name(run.result["score"])
-        axes = "severity, 0 is unshifted", f"{metric} in %"
         caption = "Mean over seeds, in a band that holds all of them." if any(line.low for line in series) else ""
-        title = f"{metric} {score_name(key)}"
-        parts.append(LineChart(f"{prefix}shifts_{shift}", title, *axes, series, from_zero=True, caption=caption))
-    if not parts:
-        return []
-    differences = {(entry["network"], key): entry[key] for entry in compared["differences"] for key in keys}
-    rows: list[list[Cell]] = []
-    for name, network in compared["networks"].items():
-        for key in keys:
-            mean, difference = network[key], differences.get((name, key))
-            row: list[Cell] = [name, key.removeprefix(SHIFT_PREFIX)]
-            row += [float(mean["mean"]), mean["std"], mean["n"]] if mean else [None] * 3
-            rows.append([*row, *([*as_text(difference), difference["n"]] if difference else [None] * 3)])
-    columns = ["network", "shift", "mean in %", "std", "n", "difference", "95 %", "pairs"]
-    width = len(columns) if differences else 5
-    note = "Means over severities; the difference to the first network is the mean over pairs with the same seed."
-    table = Table("Under shifts", columns[:width], [row[:width] for row in rows], note, name="shifts")
-    return [PageSection("Shifts", [*parts, table])]
+        title, axes = f"{metric} {score_name(key)}", ("severity, 0 is unshifted", f"{metric} in %")
+        charts.append(LineChart(f"{prefix}shifts_{shift}", title, *axes, series, from_zero=True, caption=caption))
+    return charts
 
 
 def _curve(shifts: Json, shift: str) -> Series:

@@ -30,10 +30,18 @@ from dpn_cli.report.run_groups import (
     group_runs,
     reason_not_paired,
 )
-from dpn_cli.report.shift_section import compared_shifts
+from dpn_cli.report.shift_section import compared_shift_charts
 from dpn_cli.run.files import read_object
 from dpn_cli.statistics import PERCENT, PERCENT_DIFFERENCE, as_text, difference_by_key, summarize
-from dpn_cli.sweep.score_names import SCORES, score_keys, score_name, score_value
+from dpn_cli.sweep.score_names import (
+    SCORES,
+    SHIFT_PREFIX,
+    score_keys,
+    score_name,
+    score_value,
+    shift_keys,
+    shift_metric,
+)
 
 # Reads the findings of a task from a run; the names of its charts begin with the second argument.
 Reader = Callable[[RunRecord, str], Findings]
@@ -68,7 +76,7 @@ def sweep_findings(run: RunRecord, prefix: str, reader: Callable[[RunRecord], Re
         "Networks compared", [*(TextBlock(line, warning=True) for line in failed), *_networks_compared(run, prefix)]
     )
     metric = score_name(run.result["score"])
-    sections = [section, *compared_shifts(run, prefix), *curve_sections]
+    sections = [section, *_shift_sections(run, prefix), *curve_sections]
     return Findings(metric, {}, sections, warnings=[*failed, *warnings])
 
 
@@ -156,6 +164,29 @@ def _network_table(key: str, compared: Json, note: str) -> Table:
     width = len(columns) if differences else 4
     title = f"{metric} in % of each network"
     return Table(title, columns[:width], [row[:width] for row in rows], note=note, name="comparison")
+
+
+def _shift_sections(run: RunRecord, prefix: str) -> list[PageSection]:
+    """Return the scores of the networks under shifts as charts, and as a table of the means; none without them."""
+    keys, compared = shift_keys(run.result.get("scores", ())), run.result["compare"]
+    if not keys:
+        return []
+    differences = {(entry["network"], key): entry[key] for entry in compared["differences"] for key in keys}
+    columns = ("network", "shift", f"{shift_metric(run.result)} in %", "std", "n", "difference", "95 %", "pairs")
+    rows = [
+        [
+            name,
+            key.removeprefix(SHIFT_PREFIX),
+            *_summary_cells(network[key]),
+            *_difference_cells(differences.get((name, key))),
+        ]
+        for name, network in compared["networks"].items()
+        for key in keys
+    ]
+    width = len(columns) if differences else 5
+    note = f"Means over severities. {SWEEP_NOTE.format('trainings')}"
+    table = Table("Under shifts", columns[:width], [row[:width] for row in rows], note, name="shifts")
+    return [PageSection("Shifts", [*compared_shift_charts(run, prefix), table])]
 
 
 def _summary_cells(summary: Json | None) -> list[Cell]:

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, fi
 from dpn_cli.arch import did_you_mean, parse_whole_number
 from dpn_cli.config.load import build, read_yaml
 from dpn_cli.config.network import BackboneConfig
-from dpn_cli.config.option import MODEL, TRAIN, flag
+from dpn_cli.config.option import HELP, MODEL, TRAIN, flag
 from dpn_cli.config.schema import MOST_SEED, Config, Seed, split_list
 from dpn_cli.config.training import TrainingConfig
 from dpn_cli.config.validation_errors import explain
@@ -23,7 +23,7 @@ SEEDS = flag(
     "--seeds",
     help="Number of seeds, or a list: 3 is 0,1,2.",
     panel=TRAIN,
-    brief="Number of seeds, or a list: 3 is 0,1,2.",
+    brief=HELP,
 )
 # Characters of a folder's name at most, so that its path parts stay below a file system's limit of 255 bytes.
 LONGEST = 100

@@ -13,7 +13,7 @@ from rich.table import Table
 from dpn_cli.run.console import cell
 from dpn_cli.statistics import PERCENT, Summary, as_text, difference_by_key, summarize
 from dpn_cli.sweep.grid import Trial, settings_of
-from dpn_cli.sweep.score_names import score_keys, score_name, score_value, shift_keys, shifts_scored
+from dpn_cli.sweep.score_names import score_keys, score_name, score_value, shift_keys, shift_metric, shifts_scored
 
 Result = dict[str, Any]
 LEGEND = (
@@ -95,7 +95,7 @@ def _table(result: Result, keys: Sequence[str]) -> Table:
     compared, under_shifts = result["compare"], bool(shift_keys(keys))
     differences = {(entry["network"], key): entry[key] for entry in compared["differences"] for key in keys}
     minus = f", and the difference to {next(iter(compared['networks']))}, paired by seed" if differences else ""
-    score = f"{score_name(result['score'])} under shifts" if under_shifts else score_name(keys[0])
+    score = f"{shift_metric(result)} under shifts" if under_shifts else score_name(keys[0])
     means = " (means over severities)" if under_shifts else ""
     title = f"{result['task']}: {score} in %{means}{minus}"
     table = Table(box=box.SIMPLE_HEAD, title=cell(title), title_justify="left")

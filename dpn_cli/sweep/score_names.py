@@ -38,6 +38,15 @@ def shift_keys(scores: Sequence[str]) -> list[str]:
     return [key for key in scores if key.startswith(SHIFT_PREFIX)]
 
 
+def shift_metric(result: Mapping[str, Any]) -> str:
+    """Return the name of the score that the networks of a sweep's result have under shifts; it may not be the headline.
+
+    Raises `StopIteration` without scores under shifts.
+    """
+    runs = (run for network in result["compare"]["networks"].values() for run in network["runs"].values())
+    return score_name(next(run["shifts"]["metric"] for run in runs if run.get("shifts")))
+
+
 def shifts_scored(results: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the keys of the scores under shifts that results of trainings have."""
     names = [name for result in results if result.get("shifts") for name in _shift_means(result)]

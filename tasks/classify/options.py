@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from dpn_cli.config.inference import RUN, SCORES_DIR, ClassifierImageReading, EvaluationOptions, ImageFileOptions
 from dpn_cli.config.launch import NO_PAGE, OVERWRITE, RESUME
 from dpn_cli.config.network import IMAGE_SIZE
-from dpn_cli.config.option import DATA, MODEL, OUTPUT, argument, flag
+from dpn_cli.config.option import DATA, HELP, MODEL, OUTPUT, argument, flag
 from dpn_cli.config.schema import (
     VAL_DATA,
     VAL_FRACTION,
@@ -27,7 +27,7 @@ from dpn_cli.config.schema import (
     SkipBadImages,
     split_list,
 )
-from dpn_cli.config.shift_options import ShiftOptions, ShiftSection
+from dpn_cli.config.shift_options import ShiftOptions, ShownShifts
 from dpn_cli.sweep.grid import COMPARE, SEED_COUNT, Networks, fill_checkpoint_name, parse_seeds, settings_of
 from tasks.classify.config import Share
 
@@ -185,10 +185,8 @@ class PredictOptions(ImageFileOptions):
     """Options of ``dpn predict``."""
 
     reading: ClassifierImageReading = ClassifierImageReading()
-    top: Annotated[
-        Positive, flag("--top", "-k", help="Classes per image.", panel=OUTPUT, brief="Classes per image.")
-    ] = 3
-    shift: ShiftSection = ShiftSection()
+    top: Annotated[Positive, flag("--top", "-k", help="Classes per image.", panel=OUTPUT, brief=HELP)] = 3
+    shift: ShownShifts = ShownShifts()
     batch_size: ForwardBatchSize = 64
 
     @model_validator(mode="after")

@@ -36,6 +36,8 @@ SAMPLE = 100
 # Mean distance between the highest and the lowest channel from which an image is in colour, in grey levels of 255; and
 # the smallest crop of images in colour; see docs/measurements.md.
 LEAST_COLOUR, PHOTO_AREA = 2.0, 0.25
+# Training images that decide whether most are in colour.
+COLOUR_SAMPLE = 25
 
 
 def check_batch(config: SupervisedConfig, world: World) -> None:
@@ -145,10 +147,13 @@ class DecodedSample:
     in_colour: bool
 
 
-def decode_some(split: LabelledImages, skip_bad: bool) -> DecodedSample:
-    """Decode a sample of a split and all rows that are no files. Raises `DataError` unless `skip_bad`."""
+def decode_some(split: LabelledImages, skip_bad: bool, count: int = SAMPLE) -> DecodedSample:
+    """Decode a sample of `count` images of a split, and all rows that are no files.
+
+    Raises `DataError` unless `skip_bad`.
+    """
     sizes, turned, coloured = [], 0, 0
-    for index in sample_rows_to_check(split, SAMPLE):
+    for index in sample_rows_to_check(split, count):
         try:
             image = split.open(index)
             turned += is_stored_turned(image)
@@ -170,7 +175,7 @@ def augment_by_images(config: ConfigT, data: ClassData, log: Logger = discard_me
     keys = config.data
     if keys.crop is not None and keys.flip is not None:
         return config
-    in_colour = decode_some(data.train, keys.skip_bad_images).in_colour
+    in_colour = decode_some(data.train, keys.skip_bad_images, COLOUR_SAMPLE).in_colour
     update: dict[str, Any] = {}
     if keys.crop is None:
         random_crop = in_colour or keys.crop_area is not None

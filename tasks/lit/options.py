@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import model_validator
 
 from dpn_cli.config.inference import EvaluationOptions, ImageFileOptions
-from dpn_cli.config.option import DATA, MODEL, OUTPUT, argument, flag
+from dpn_cli.config.option import DATA, HELP, MODEL, OUTPUT, argument, flag
 from dpn_cli.config.schema import (
     HTML,
     DataLocation,
@@ -51,7 +51,7 @@ class LitEvalOptions(EvaluationOptions):
             help="Part of the data.",
             panel=DATA,
             unset="val, which of a run's own pairs are those that it held out",
-            brief="Part of the data.",
+            brief=HELP,
         ),
     ] = None
     retrieval: Annotated[
@@ -80,7 +80,7 @@ class LitEvalOptions(EvaluationOptions):
             help="imagenet, or a file with a name per class.",
             panel=DATA,
             unset="open_clip's for ImageNet's folders, else the folders' own",
-            brief="imagenet, or a file with a name per class.",
+            brief=HELP,
         ),
     ] = None
     images: Annotated[str | None, IMAGES] = None
@@ -115,7 +115,7 @@ class ZeroShotOptions(ImageFileOptions):
             "--labels",
             help="What the images may show, comma separated.",
             panel=MODEL,
-            brief="What the images may show, comma separated.",
+            brief=HELP,
         ),
     ]
     prompts: Annotated[
@@ -135,10 +135,8 @@ class SearchOptions(Section):
     """Options of ``dpn lit search``."""
 
     run: Annotated[str, RUN]
-    images: Annotated[Path, flag("--images", help="Folder of images.", panel=DATA, brief="Folder of images.")]
-    query: Annotated[
-        str, flag("--query", help="What to look for, a sentence.", panel=MODEL, brief="What to look for, a sentence.")
-    ]
+    images: Annotated[Path, flag("--images", help="Folder of images.", panel=DATA, brief=HELP)]
+    query: Annotated[str, flag("--query", help="What to look for, a sentence.", panel=MODEL, brief=HELP)]
     top: Annotated[Positive, TOP] = 10
     reading: RunImageReading = RunImageReading()
     skip_bad_images: SkipBadImages = False

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from dpn_cli.config.launch import find_start
 from dpn_cli.config.load import Logger, Plain, discard_message, find_last_value, merge, merge_layers, read_config
 from dpn_cli.config.network import DROP_PATH, IMAGE_SIZE, BackboneConfig, Freeze
-from dpn_cli.config.option import DATA, flag
+from dpn_cli.config.option import DATA, HELP, flag
 from dpn_cli.config.paths import find_data
 from dpn_cli.config.schema import (
     DATA_SOURCE,
@@ -88,7 +88,7 @@ class MaskData(ImageReading):
             help="File with one class name per line.",
             panel=DATA,
             unset="classes.txt in --data",
-            brief="File with one class name per line.",
+            brief=HELP,
         ),
     ] = None
     label_offset: Annotated[

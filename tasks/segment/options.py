@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from dpn_cli.config.inference import EvaluationOptions, ImageFileOptions
-from dpn_cli.config.option import DATA, OUTPUT, argument, flag
+from dpn_cli.config.option import DATA, HELP, OUTPUT, argument, flag
 from dpn_cli.config.schema import FORWARD_BATCH_SIZE, DataLocation, Positive, Side
 from dpn_cli.config.shift_options import ShiftOptions
 
@@ -73,7 +73,5 @@ class SegmentPredictOptions(ImageFileOptions):
     batch_size: Windows = None
     output_dir: Annotated[
         Path,
-        flag(
-            "--output-dir", "-o", help="Folder for what is written.", panel=OUTPUT, brief="Folder for what is written."
-        ),
+        flag("--output-dir", "-o", help="Folder for what is written.", panel=OUTPUT, brief=HELP),
     ] = Path("predictions")

@@ -278,9 +278,12 @@ def resolve(
     ):
         log("a student from scratch: losses.tokens and losses.representation are 0 unless they are set")
         base = merge(base, {"losses": {"tokens": 0.0, "representation": 0.0}})
+    # A batch that is given is not made smaller.
+    file, command = (
+        {**layer, "batch_share": None} if "batch_size" in layer and "batch_share" not in layer else layer
+        for layer in (file, command)
+    )
     plain = merge_layers(base, file, command, shipped, log)
-    if "batch_size" in command and "batch_share" not in command:
-        plain = merge(plain, {"batch_share": None})
     if not plain.get("stem_share") and "stem_lr" not in command:
         plain = merge(plain, {"stem_lr": None})
     return merge(plain, {"data": {"source": DEMO_OBJECTS if demo else source}})

@@ -86,8 +86,8 @@ def source_of(config: DistillConfig) -> ImageSource:
 def open_images(config: DistillConfig, classes: Sequence[str] | None, console: Console) -> DistillSplits:
     """Open the config's images; `classes` are the teacher's, None where it has no head.
 
-    Raises `DataError` for labelled images (``--val-data``) of classes
-    that the teacher does not know; such images inside ``--data`` are ignored with a message.
+    Raises `DataError` for labelled images (``--val-data``) of classes that the teacher does not know; such images
+    inside ``--data`` are ignored with a message.
     """
     data, source = config.data, source_of(config)
     images = open_unlabelled(source)
@@ -114,13 +114,13 @@ def open_images(config: DistillConfig, classes: Sequence[str] | None, console: C
 
 def augmentation_of(config: DistillConfig, size: tuple[int, int]) -> Augmentation:
     """Return the augmentation of training images to `size`, for teacher and student."""
-    data, crop_area = config.data, config.data.crop_area
+    data = config.data
     return Augmentation(
         size,
         data.decode,
         config.mixup,
         crop=data.crop or "inception",
-        crop_area=crop_area if data.crop != "whole" else None,
+        crop_area=data.crop_area,
         flip=bool(data.flip),
         jitter=data.jitter,
         noise=data.noise,

@@ -104,3 +104,10 @@ def test_the_batch_is_a_share_of_few_images(images: str, batch: int) -> None:
     result = planned(*S32, "--images", images)
     assert (result["batch_size"], result["steps"]) == (batch, round(10 * int(images) / batch))
     assert planned(*S32, "--images", images, "-b", "8")["batch_size"] == 8
+
+
+def test_a_batch_in_a_configuration_file_is_not_made_smaller(tmp_path: Path) -> None:
+    (tmp_path / "batch.yaml").write_text("batch_size: 256\n")
+    command = (*S32, "--images", "3018", "-c", str(tmp_path / "batch.yaml"))
+    assert planned(*command)["batch_size"] == 256
+    assert planned(*command, "--set", "batch_share=0.01")["batch_size"] == 32

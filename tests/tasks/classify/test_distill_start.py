@@ -28,7 +28,7 @@ from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import Backbone, load_backbone
 from dpn_cli.weights.retrofit import fit_stem
 from support.cli import run_dpn
-from support.distill import distill_config, write_teacher
+from support.distill import distill_config, train_distill, write_teacher
 from support.images import write_class_folders
 from tasks.classify.distill.config import DistillConfig, finalize, resolve
 from tasks.classify.distill.data import FITTED_ON, open_images
@@ -299,3 +299,10 @@ def test_a_stage_of_no_length_needs_no_learning_rate() -> None:
     assert _resolved({"stem_share": 0.0, "data": {"source": "photos"}}).stem_lr is None
     with pytest.raises(DpnError, match="stem_lr"):
         _resolved({"stem_share": 0.0, "data": {"source": "photos"}}, {"stem_lr": 1e-3})
+
+
+def test_the_least_area_of_crops_that_are_not_drawn_is_refused(photos: Path, tmp_path: Path) -> None:
+    """This teacher takes images whole."""
+    config = distill_config(photos, write_teacher(tmp_path / "teacher.safetensors"), data={"crop_area": 0.5})
+    with pytest.raises(DpnError, match="data.crop_area .0.5.: of random crops, and images are taken whole"):
+        train_distill(config, tmp_path / "run")

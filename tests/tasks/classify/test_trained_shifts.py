@@ -155,3 +155,20 @@ def test_a_page_of_predictions_shows_an_image_under_shifts(command: list[str], p
     refused = run_dpn("predict", str(run), str(image), "--shifts", "light")
     assert refused.exit_code == 2
     assert "name its file with --html" in " ".join(refused.stderr.split())
+
+
+def test_students_are_compared_by_their_top1_under_shifts(photos: Path, tmp_path: Path) -> None:
+    """The headline of a distillation is another score, the agreement."""
+    teacher, run = write_teacher(tmp_path / "teacher.safetensors"), tmp_path / "all"
+    command = ["distill", "--teacher", str(teacher), "--data", str(photos), "--steps", "2", "-b", "8", *SHIFTS]
+    printed = run_dpn(*command, "--compare", "dpn,rms", *[word for word in QUICK if word != "--json"], "-o", str(run))
+    assert printed.exit_code == 0, printed.output
+    assert "distill: top-1 under shifts in % (means over severities)" in " ".join(printed.stdout.split())
+    page = page_of(run)
+    assert "top-1 under gain" in page
+    assert "agreement under" not in page
+    result = json.loads((run / "result.json").read_text())
+    student = next(iter(result["compare"]["networks"]["dpn"]["runs"].values()))["shifts"]["networks"]["student"]
+    assert result["compare"]["networks"]["dpn"]["shifts.gain"]["values"] == pytest.approx(
+        [student["means"]["gain"]], abs=1e-4
+    )
