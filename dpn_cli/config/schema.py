@@ -153,6 +153,8 @@ Workers = Annotated[
     flag("--workers", "-j", help="Number of decoding processes, or auto.", panel=RUNTIME),
 ]
 Crop = Literal["inception", "whole", "timm_bicubic", "timm_bilinear"]
+# `centre` is the view in which a classifier is evaluated: the shorter side resized, the centre cut out.
+DistillCrop = Literal[Crop, "centre"]
 CropArea = Annotated[
     Annotated[float, Field(gt=0, le=1)] | None, Field(description="a share of the image above 0 and up to 1, or null")
 ]
@@ -193,7 +195,14 @@ class ImageReading(Section):
     max_pixels: MaxPixels = MAX_PIXELS
 
 
+class UprightImageReading(ImageReading):
+    """Options for reading image files of people's own, which may be stored turned."""
+
+    exif: Exif = False
+
+
 Beta = Annotated[float, Field(ge=0, lt=1)]
+RunExif = Annotated[bool | None, EXIF.replace(unset="as in the run's training")]
 
 
 class RunImageReading(Section):
@@ -201,6 +210,7 @@ class RunImageReading(Section):
 
     decode: Annotated[Literal["exact", "pillow"] | None, DECODE.replace(unset="the run's")] = None
     max_pixels: MaxPixels = MAX_PIXELS
+    exif: RunExif = None
 
 
 class PredictionFiles(Section):

@@ -22,7 +22,7 @@ from timm.data.auto_augment import posterize
 from torch import Tensor
 from torchvision.transforms import AutoAugment, AutoAugmentPolicy, Compose, InterpolationMode, RandomHorizontalFlip
 
-from dpn_cli.config.schema import Crop, TorchvisionPolicy
+from dpn_cli.config.schema import DistillCrop, TorchvisionPolicy
 from dpn_cli.data.crops import Decode
 from dpn_cli.data.resize import Size
 from dpn_cli.engine.seeds import fold
@@ -61,7 +61,8 @@ class Augmentation:
         mixup: big_vision's mixup, the strength p of Beta(p, p).
         layers: the number of operations of big_vision's RandAugment.
         magnitude: how strong those are.
-        crop: inception crops, the whole image squeezed to `size`, or timm's random crops.
+        crop: inception crops, the whole image squeezed to `size`, timm's random crops, or the centre.
+        resize_side: shorter side in pixels before the centre is cut out.
         crop_area: smallest share of an image's area in a crop; None for 0.05, of timm's crops 0.08.
         flip: mirror every second image.
         policy: timm's RandAugment or torchvision's AutoAugment, by name.
@@ -81,7 +82,8 @@ class Augmentation:
     mixup: float = 0.0
     layers: int = 0
     magnitude: float = 0.0
-    crop: Crop = "inception"
+    crop: DistillCrop = "inception"
+    resize_side: int | None = None
     crop_area: float | None = None
     flip: bool = True
     policy: str | None = None
@@ -112,7 +114,7 @@ class Augmentation:
 
     def describe(self) -> str:
         """Return what happens to a training image, in words."""
-        crops = {"inception": "inception crops", "whole": "whole"}
+        crops = {"inception": "inception crops", "whole": "whole", "centre": "centre crops as in evaluation"}
         area = f" of {self.crop_area:g} of the area or more" if self.crop_area else ""
         operations = {
             crops.get(self.crop, "timm's crops") + area: True,
@@ -150,7 +152,7 @@ def make_transform(augmentation: Augmentation) -> Callable[[Image.Image], Tensor
         re_mode="pixel",
         normalize=augmentation.erase > 0,
     )
-    if augmentation.crop in ("inception", "whole"):  # the image comes in its final size
+    if augmentation.crop in ("inception", "whole", "centre"):  # the image comes in its final size
         crop = Compose([RandomHorizontalFlip(0.5 * augmentation.flip)])
     for operation in (op for transform in policy.transforms for op in getattr(transform, "ops", ())):
         if operation.aug_fn is posterize:

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from dpn_cli.data.augment import Augmentation, add_noise, make_transform, seed_globally
 from dpn_cli.data.collate import open_batches
-from dpn_cli.data.crops import AREA, train_crop
+from dpn_cli.data.crops import AREA, eval_crop, train_crop
 from dpn_cli.data.decode import decode, decoder_of
 from dpn_cli.data.prefetch import prefetch_shards
 from dpn_cli.data.randaugment import rand_augment
@@ -100,9 +100,13 @@ class _CropDataset(Dataset[Loaded]):
             return make_transform(self.augmentation)(image)
 
     def _cut_crop(self, image: Image.Image, location: str, generator: torch.Generator) -> Tensor:
-        if self.augmentation.crop == "whole":
-            return resize(decode(image, location, decoder_of(self.augmentation.decode)), self.augmentation.size)
         augmentation = self.augmentation
+        if augmentation.crop == "whole":
+            return resize(decode(image, location, decoder_of(augmentation.decode)), augmentation.size)
+        if augmentation.crop == "centre":
+            assert augmentation.resize_side is not None
+            pixels = decode(image, location, decoder_of(augmentation.decode))
+            return eval_crop(pixels, augmentation.resize_side, augmentation.size)
         least_area = augmentation.crop_area or AREA[0]
         return train_crop(image, location, augmentation.size, generator, augmentation.decode, least_area)
 

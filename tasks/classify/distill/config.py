@@ -21,9 +21,9 @@ from dpn_cli.config.schema import (
     MAX_PIXELS,
     NOISE,
     VAL_DATA,
-    Crop,
     CropArea,
     DataLocation,
+    DistillCrop,
     Exif,
     ImageColumn,
     Jitter,
@@ -126,7 +126,7 @@ class DistillData(SampledData):
     max_pixels: MaxPixels = MAX_PIXELS
     eval_resize: Side | None = None
     skip_bad_images: SkipBadImages = False
-    crop: Crop | None = None
+    crop: DistillCrop | None = None
     crop_area: CropArea = None
     flip: Annotated[bool | None, FLIP.replace(unset="as the teacher was trained, else flip")] = None
     jitter: Jitter = 0.0

@@ -60,19 +60,27 @@ def with_teacher_defaults(config: DistillConfig, teacher: Classifier) -> Distill
     """Return the config with the teacher's defaults: crop and flip of images, and the start.
 
     A teacher that takes images whole was trained on whole ones; a teacher that was trained without flips may read
-    digits. Raises `DpnError` as `start_of` does, and for a `crop_area` of whole
-    images.
+    digits. Raises `DpnError` as `start_of` does, for a `crop_area` of images that are not cropped at random, and for an
+    `eval_resize` smaller than the teacher's images.
     """
     data, teacher_data = config.data, (teacher.facts.get("config") or {}).get("data") or {}
     crop = data.crop or ("whole" if teacher.resize_side is None else "inception")
-    if crop == "whole" and data.crop_area:
+    if crop in ("whole", "centre") and data.crop_area:
         raise DpnError(
-            f"data.crop_area ({data.crop_area:g}): of random crops, and images are taken whole, as the teacher takes "
-            "them; leave it at null, or set data.crop"
+            f"data.crop_area ({data.crop_area:g}): of random crops, and data.crop is {crop}, as the teacher takes "
+            "images; leave it at null, or set data.crop"
         )
     flip = teacher_data.get("flip", True) if data.flip is None else data.flip
     backbone = config.backbone.model_copy(update={"start": start_of(config.backbone, teacher.model)})
-    filled = data.model_copy(update={"crop": crop, "flip": flip})
+    side, largest = data.eval_resize, max(teacher.model.config.image_size)
+    if side is not None and side < largest:
+        raise DpnError(
+            f"data.eval_resize: the teacher's image size ({largest}) or more, as the centre of that size is cut from "
+            f"what is resized (got {side})"
+        )
+    if crop == "centre":
+        side = side or teacher.resize_side or resize_for(teacher.model.config.image_size)
+    filled = data.model_copy(update={"crop": crop, "flip": flip, "eval_resize": side})
     return config.model_copy(update={"backbone": backbone, "data": filled})
 
 

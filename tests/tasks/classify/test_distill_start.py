@@ -18,6 +18,7 @@ from torch import Tensor
 from dpn_cli.arch import STEMS
 from dpn_cli.config.load import build
 from dpn_cli.data.augment import Augmentation, seed_globally
+from dpn_cli.data.crops import eval_crop
 from dpn_cli.data.image_source import ImageSource, open_unlabelled
 from dpn_cli.data.loader import POLICY, crop_batches
 from dpn_cli.data.sources.base import ImageSubset
@@ -30,8 +31,9 @@ from dpn_cli.weights.retrofit import fit_stem
 from support.cli import run_dpn
 from support.distill import distill_config, train_distill, write_teacher
 from support.images import write_class_folders
+from tasks.classify.classifier import Classifier, save_classifier
 from tasks.classify.distill.config import DistillConfig, finalize, resolve
-from tasks.classify.distill.data import FITTED_ON, open_images
+from tasks.classify.distill.data import FITTED_ON, augmentation_of, open_images
 from tasks.classify.distill.student import load_teacher, new_student, start_of, with_teacher_defaults
 
 CPU = World(0, 1, torch.device("cpu"))
@@ -150,8 +152,6 @@ def test_a_network_from_scratch_is_drawn_by_the_seed() -> None:
 
 def test_images_are_taken_as_the_teacher_takes_them(tmp_path: Path) -> None:
     """A teacher of whole, unmirrored images has its student trained so; one whose file tells nothing has not."""
-    from tasks.classify.classifier import Classifier, save_classifier
-
     folder = tmp_path / "teacher.safetensors"
     for side, facts, expected in (
         (None, {"config": {"data": {"flip": False}}}, ("whole", False)),
@@ -161,7 +161,30 @@ def test_images_are_taken_as_the_teacher_takes_them(tmp_path: Path) -> None:
         for changes, crop, flip in (({}, *expected), ({"crop": "timm_bicubic", "flip": True}, "timm_bicubic", True)):
             config = distill_config("x", folder, data=changes)
             data = with_teacher_defaults(config, load_teacher(config)).data
-            assert (data.crop, data.flip) == (crop, flip)
+            assert (data.crop, data.flip, data.eval_resize) == (crop, flip, None)
+
+
+@pytest.mark.parametrize(("asked", "of_teacher", "side"), [(None, 22, 22), (18, 22, 18), (None, None, 18)])
+def test_centre_crops_are_what_the_teacher_is_evaluated_on(
+    asked: int | None, of_teacher: int | None, side: int, photos: Path, tmp_path: Path
+) -> None:
+    """A teacher of whole images says no size; then it is that of big_vision, 256 for 224."""
+    path = tmp_path / "teacher.safetensors"
+    save_classifier(Classifier(plain_network(), ("a", "b", "c"), "softmax", of_teacher, {}), path)
+    config = distill_config(photos, path, data={"crop": "centre", "eval_resize": asked, "flip": False, "jitter": 0.0})
+    config = with_teacher_defaults(config, load_teacher(config))
+    assert config.data.eval_resize == side
+    split = open_images(config, None, Console(quiet=True)).train
+    batch = next(crop_batches(split, augmentation_of(config, (16, 16)), 8, 0, CPU, workers=0)(0))
+    rows = range(len(split.labels))
+    shown = {tuple(eval_crop(split.pixels(row), side, (16, 16)).flatten().tolist()) for row in rows}
+    assert all(tuple(image.flatten().tolist()) in shown for image in batch["image"])
+
+
+def test_a_centre_larger_than_the_resized_image_is_refused(photos: Path, tmp_path: Path) -> None:
+    config = distill_config(photos, write_teacher(tmp_path / "teacher.safetensors"), data={"eval_resize": 15})
+    with pytest.raises(DpnError, match="data.eval_resize: the teacher's image size .16. or more, .* .got 15.$"):
+        train_distill(config, tmp_path / "run")
 
 
 def test_colours_change_as_timm_changes_them(tmp_path: Path) -> None:
@@ -303,6 +326,8 @@ def test_a_stage_of_no_length_needs_no_learning_rate() -> None:
 
 def test_the_least_area_of_crops_that_are_not_drawn_is_refused(photos: Path, tmp_path: Path) -> None:
     """This teacher takes images whole."""
-    config = distill_config(photos, write_teacher(tmp_path / "teacher.safetensors"), data={"crop_area": 0.5})
-    with pytest.raises(DpnError, match="data.crop_area .0.5.: of random crops, and images are taken whole"):
-        train_distill(config, tmp_path / "run")
+    teacher = write_teacher(tmp_path / "teacher.safetensors")
+    for crop, taken in ((None, "whole"), ("centre", "centre")):
+        config = distill_config(photos, teacher, data={"crop": crop, "crop_area": 0.5})
+        with pytest.raises(DpnError, match=f"data.crop_area .0.5.: of random crops, and data.crop is {taken}"):
+            train_distill(config, tmp_path / "run")
