@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from dpn_cli.config.option import OUTPUT, argument, flag
-from dpn_cli.config.schema import EXIF, IMAGE_FILES, PredictionFiles, RunImageReading, Runtime, Section, SkipBadImages
+from dpn_cli.config.schema import IMAGE_FILES, PredictionFiles, RunImageReading, Runtime, Section, SkipBadImages
 
 RUN = argument("A run's folder, or its weights.safetensors.")
 SCORES_DIR = flag(
@@ -16,12 +16,6 @@ SCORES_DIR = flag(
     panel=OUTPUT,
     brief="Folder for the scores.",
 )
-
-
-class ClassifierImageReading(RunImageReading):
-    """Options for reading image files for a classifier; by default those of its training."""
-
-    exif: Annotated[bool | None, EXIF.replace(unset="as in the run's training")] = None
 
 
 class EvaluationOptions(Section):

@@ -18,7 +18,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PpmImagePlugin import PpmImageFile
 
-from dpn_cli.config.schema import MAX_PIXELS
+from dpn_cli.config.schema import MAX_PIXELS, RunImageReading
 from dpn_cli.errors import DataError, ImageError
 from dpn_cli.run.files import real_path
 
@@ -80,6 +80,12 @@ class ReadOptions:
 
 
 DEFAULT_READ_OPTIONS = ReadOptions()
+
+
+def options_of_run(reading: RunImageReading, decoder: Decoder, exif: bool, *, shrink: bool = True) -> ReadOptions:
+    """Return how to decode images for a run: by `reading`, and where it leaves them open by the run's own options."""
+    exif = exif if reading.exif is None else reading.exif
+    return ReadOptions(reading.decode or decoder, reading.max_pixels, shrink, exif)
 
 
 def decoder_of(decode: str) -> Decoder:

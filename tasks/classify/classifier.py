@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpn_cli.config.inference import ClassifierImageReading
+from dpn_cli.config.schema import RunImageReading
 from dpn_cli.data.crops import eval_crop
-from dpn_cli.data.decode import Decoder, ReadOptions
+from dpn_cli.data.decode import Decoder, ReadOptions, options_of_run
 from dpn_cli.data.imagenet import imagenet_folders
 from dpn_cli.data.pixels import Transform
 from dpn_cli.data.resize import Size, resize
@@ -64,10 +64,9 @@ class Classifier:
             return f"{turned}resized whole to {height} x {width}, bilinear without antialiasing"
         return f"{turned}shorter side resized to {self.resize_side} by area, centre of {height} x {width} cut out"
 
-    def reading(self, options: ClassifierImageReading) -> ReadOptions:
+    def reading(self, options: RunImageReading) -> ReadOptions:
         """Return how images are read: as in the training, but for what the options say."""
-        exif = self.exif if options.exif is None else options.exif
-        return ReadOptions(options.decode or self.decoder, options.max_pixels, exif=exif)
+        return options_of_run(options, self.decoder, self.exif)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Map logits (b, classes) to probabilities: independent for the sigmoid loss, else adding up to one."""
@@ -139,6 +138,11 @@ def facts_of(source: Checkpoint) -> dict[str, Any]:
 def takes_whole_images(source: Checkpoint) -> bool:
     """Return whether a file holds a classifier whose images were resized whole, without a crop."""
     return KEY in source.about and json.loads(source.about[KEY])["resize_side"] is None
+
+
+def turns_images(source: Checkpoint) -> bool:
+    """Return whether a file holds a classifier whose images were turned as their EXIF orientation says."""
+    return KEY in source.about and bool(json.loads(source.about[KEY]).get("exif", False))
 
 
 def imagenet_classes(count: int) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpn_cli.config.schema import ImageReading
 from dpn_cli.data.decode import ReadOptions, decoder_of
 from dpn_cli.data.image_source import ImageSource, has_split, open_split
 from dpn_cli.data.leakage import Overlap, count_overlap
@@ -25,10 +24,10 @@ from dpn_cli.run.distributed import World, join, refuse_ranks
 from dpn_cli.statistics import PERCENT, as_text, summarize
 from dpn_cli.weights.backbone import Backbone, load_backbone
 from dpn_cli.weights.locate import open_checkpoint
-from tasks.classify.classifier import facts_of, takes_whole_images
+from tasks.classify.classifier import facts_of, takes_whole_images, turns_images
 from tasks.classify.config import SupervisedConfig
 from tasks.classify.distill.config import DistillConfig
-from tasks.classify.options import ProbeOptions
+from tasks.classify.options import ProbeImageReading, ProbeOptions
 from tasks.classify.probe import Array, check_shots, draw_examples, encode, probe
 
 # Images per class of the probe at the end of a training: arXiv 2302.01327 §5.1.
@@ -48,7 +47,7 @@ def fewshot(options: ProbeOptions, console: Console) -> dict[str, Any]:
         assert options.checkpoint is not None, "these are options of several networks"
         network = ProbedNetwork.load(options.checkpoint, options)
         console.info(network.model.report.summary())
-        splits, source = open_splits(options), _source_of(options)
+        splits, source = open_splits(options, exif=network.exif), _source_of(options, network.exif)
         return {
             "task": "fewshot",
             "data": source.location,
@@ -60,12 +59,16 @@ def fewshot(options: ProbeOptions, console: Console) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ProbedNetwork:
-    """A network to probe; `whole` prepares images without a crop for a classifier that was trained so."""
+    """A network to probe, and how images are prepared for a classifier, which may have been trained on others.
+
+    `transform` resizes images whole; with `exif` they are turned as their EXIF orientation says.
+    """
 
     location: str
     model: Backbone
     trained_on: Any
     transform: Transform | None
+    exif: bool
 
     @classmethod
     def load(cls, location: str, options: ProbeOptions) -> ProbedNetwork:
@@ -76,7 +79,8 @@ class ProbedNetwork:
         transform = (
             partial(resize, size=model.config.image_size) if checkpoint and takes_whole_images(checkpoint) else None
         )
-        return cls(location, model, facts_of(checkpoint).get("trained_on") if checkpoint else None, transform)
+        trained_on = facts_of(checkpoint).get("trained_on") if checkpoint else None
+        return cls(location, model, trained_on, transform, checkpoint is not None and turns_images(checkpoint))
 
     def facts(self, test: LabelledImages, world: World, console: Console) -> dict[str, Any]:
         """Return the network's facts for a result; warn of test images that it was trained on."""
@@ -129,7 +133,7 @@ def final_probe_options(config: SupervisedConfig | DistillConfig) -> ProbeOption
     return ProbeOptions(
         checkpoint="none",
         source=config.fewshot_data,
-        reading=ImageReading(decode=decoder_of(data.decode), max_pixels=data.max_pixels),
+        reading=ProbeImageReading(decode=decoder_of(data.decode), max_pixels=data.max_pixels, exif=data.exif),
         skip_bad_images=data.skip_bad_images,
         shots=(config.fewshot or SHOTS,),
         batch_size=config.eval_batch_size,
@@ -209,18 +213,20 @@ def encode_splits(
     return ProbeFeatures(encoded(splits.train), encoded(splits.test), len(splits.classes))
 
 
-def _source_of(options: ProbeOptions) -> ImageSource:
-    reading = ReadOptions(options.reading.decode, options.reading.max_pixels)
+def _source_of(options: ProbeOptions, exif: bool = False) -> ImageSource:
+    asked = options.reading
+    reading = ReadOptions(asked.decode, asked.max_pixels, exif=exif if asked.exif is None else asked.exif)
     columns = options.image_column, options.label_column
     return ImageSource(options.source, options.val_source, options.val_fraction, *columns, reading)
 
 
-def open_splits(options: ProbeOptions, option: str = "--shots") -> Splits:
+def open_splits(options: ProbeOptions, option: str = "--shots", *, exif: bool = False) -> Splits:
     """Open the images to draw from, at most `pool`, and those to test on.
 
-    Raises `DataError` when a class has fewer images than the largest number of shots, naming `option`.
+    `exif` turns images as their EXIF orientation says, unless the options decide it. Raises `DataError` when a class
+    has fewer images than the largest number of shots, naming `option`.
     """
-    source = _source_of(options)
+    source = _source_of(options, exif)
     train, names = open_split(source, "train")
     if has_validation(source):
         test = open_split(source, "val")[0]

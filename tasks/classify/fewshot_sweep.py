@@ -61,13 +61,17 @@ def _folder(options: ProbeOptions) -> Path:
     return Path("runs") / "fewshot" / (name.replace("{stem}", versus) if "{stem}" in name else versus)
 
 
-def _load_networks(run: Run[ProbeOptions]) -> dict[str, str]:
-    """Load every network once, log its report, and return the locations of the weights, by the networks' names."""
+def _load_networks(run: Run[ProbeOptions]) -> tuple[dict[str, str], bool]:
+    """Load every network once, log its report, and return the locations of the weights, by the networks' names.
+
+    With them comes whether one of the networks was trained on images turned by their EXIF orientation.
+    """
     options = run.config
-    locations, digests = {}, {}
+    locations, digests, exif = {}, {}, False
     for name, location in (options.checkpoints or {"": str(options.checkpoint)}).items():
         with prefix_errors(name) if name else nullcontext():
-            model = ProbedNetwork.load(location, options).model
+            probed = ProbedNetwork.load(location, options)
+            model, exif = probed.model, exif or probed.exif
             stem = settings_of(name).get("stem") if name else None
             if stem not in (None, model.config.stem):
                 raise DataError(f"{location} has stem {model.config.stem}; name the weights of each network")
@@ -76,13 +80,14 @@ def _load_networks(run: Run[ProbeOptions]) -> dict[str, str]:
         run.console.info(f"{format_network(network)}: {model.report.summary()}")
     check_weights(run.folder, digests)
     save_start(run, digests, {})
-    return locations
+    return locations, exif
 
 
 def _probe_networks(run: Run[ProbeOptions]) -> Result:
     """Probe with the draws that are missing, network by network, and write the result."""
     options, folder = run.config, run.folder
-    locations, splits = _load_networks(run), open_splits(options)
+    locations, exif = _load_networks(run)
+    splits = open_splits(options, exif=exif)
     data, trials = splits.fingerprints, _trials(options, locations)
     if folder.facts.get("data", data) != data:
         raise DataError(f"{folder.path}: {DATA_CHANGED}")

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from dpn_cli.config.inference import RUN, SCORES_DIR, ClassifierImageReading, EvaluationOptions, ImageFileOptions
+from dpn_cli.config.inference import RUN, SCORES_DIR, EvaluationOptions, ImageFileOptions
 from dpn_cli.config.launch import NO_PAGE, OVERWRITE, RESUME
 from dpn_cli.config.network import IMAGE_SIZE
 from dpn_cli.config.option import DATA, HELP, MODEL, OUTPUT, argument, flag
@@ -21,6 +21,7 @@ from dpn_cli.config.schema import (
     LabelColumn,
     Pixels,
     Positive,
+    RunExif,
     Runtime,
     Section,
     Seed,
@@ -57,7 +58,6 @@ class EvalOptions(EvaluationOptions):
     ] = None
     image_column: ImageColumn = None
     label_column: LabelColumn = None
-    reading: ClassifierImageReading = ClassifierImageReading()
     skip_bad_images: SkipBadImages = False
     real: Annotated[
         Path | None, flag("--real", help="ImageNet-ReaL's real.json: score against it too.", panel=DATA)
@@ -90,6 +90,12 @@ class ProbeFolder(Section):
     no_report: Annotated[bool, flag("--no-report", help=NO_PAGE, panel=OUTPUT)] = False
 
 
+class ProbeImageReading(ImageReading):
+    """Options for reading the image files of a probe."""
+
+    exif: RunExif = None
+
+
 class ProbeOptions(Section):
     """Options of ``dpn eval fewshot``."""
 
@@ -112,7 +118,7 @@ class ProbeOptions(Section):
     val_fraction: Annotated[Share | None, VAL_FRACTION] = None
     image_column: ImageColumn = None
     label_column: LabelColumn = None
-    reading: ImageReading = ImageReading()
+    reading: ProbeImageReading = ProbeImageReading()
     skip_bad_images: SkipBadImages = False
     shots: Annotated[
         tuple[Annotated[int, Field(ge=1, le=1_000_000)], ...],
@@ -184,7 +190,6 @@ class ProbeOptions(Section):
 class PredictOptions(ImageFileOptions):
     """Options of ``dpn predict``."""
 
-    reading: ClassifierImageReading = ClassifierImageReading()
     top: Annotated[Positive, flag("--top", "-k", help="Classes per image.", panel=OUTPUT, brief=HELP)] = 3
     shift: ShownShifts = ShownShifts()
     batch_size: ForwardBatchSize = 64

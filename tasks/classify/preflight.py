@@ -18,6 +18,7 @@ from dpn_cli.data.resize import Size
 from dpn_cli.data.shard_sampler import ShardOrder, make_shard_order
 from dpn_cli.data.sources.base import ImageSubset, LabelledImages, fingerprint, sample_rows_to_check
 from dpn_cli.data.splits import MINIVAL_CHOOSES, ClassData, hash_order
+from dpn_cli.data.turned_images import describe_turned
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.run import distributed
@@ -132,7 +133,7 @@ def fingerprints(data: ClassData) -> dict[str, str]:
 def check_images(config: SupervisedConfig, data: ClassData, console: Console) -> None:
     """Decode a sample of every split, and warn of evaluation crops that show too little. Raises `DataError`."""
     samples = [decode_some(split, config.data.skip_bad_images) for split in (data.train, data.minival, data.val)]
-    if message := describe_turned(samples, config.data.exif):
+    if message := describe_turned_samples(samples, config.data.exif):
         console.info(message)
     if warning := _crop_warning(config, samples[-1].sizes):
         console.warn(warning)
@@ -166,6 +167,11 @@ def decode_some(split: LabelledImages, skip_bad: bool, count: int = SAMPLE) -> D
     return DecodedSample(sizes, turned, 2 * coloured > len(sizes))
 
 
+def describe_turned_samples(samples: Sequence[DecodedSample], exif: bool) -> str | None:
+    """Return how many images of some samples are stored turned; None without any."""
+    return describe_turned(sum(sample.turned for sample in samples), sum(len(sample.sizes) for sample in samples), exif)
+
+
 def augment_by_images(config: ConfigT, data: ClassData, log: Logger = discard_message) -> ConfigT:
     """Return the config with crops and flips decided by the training images, where it leaves them open.
 
@@ -186,15 +192,6 @@ def augment_by_images(config: ConfigT, data: ClassData, log: Logger = discard_me
     decided = " and ".join(f"data.{key}" for key in update if key in ("crop", "flip"))
     log(f"most training images are {'in colour' if in_colour else 'grey'}, which decides {decided}")
     return config.model_copy(update={"data": keys.model_copy(update=update)})
-
-
-def describe_turned(samples: Sequence[DecodedSample], exif: bool) -> str | None:
-    """Return how many images are stored in another orientation than their EXIF data give; None without any."""
-    images, turned = sum(len(sample.sizes) for sample in samples), sum(sample.turned for sample in samples)
-    if not turned:
-        return None
-    treatment = "are turned; --no-exif leaves them" if exif else "stay so; --exif turns them"
-    return f"{turned} of {images} inspected images are stored turned, by their EXIF orientation, and {treatment}"
 
 
 def _crop_warning(config: SupervisedConfig, images: list[Size]) -> str | None:

@@ -81,6 +81,8 @@ def cached_features(
         "seed": encoder.seed if encoder.views else None,
         "dtype": "float16",
     }
+    if data.reading.exif:
+        facts["exif"] = True
     folder = root / _name(facts)
 
     def wait() -> None:

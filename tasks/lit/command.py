@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dpn_cli.config.launch import LaunchOptions
+from dpn_cli.data.turned_images import describe_turned_sample
 from dpn_cli.report.shift_scores import describe_shifts
 from dpn_cli.run import console as terminal
 from dpn_cli.run import signals
@@ -100,6 +101,8 @@ def _dry_run(run: Run[LitConfig], launch: LaunchOptions) -> None:
     labelled = open_zeroshot(run.config)
     config = resolve_steps(run.config, len(data.captions))
     run.console.info(f"{len(data.captions)} images, {len(val.captions)} held out")
+    if message := describe_turned_sample(data, len(data.captions), data.reading.exif):
+        run.console.info(message)
     passes = 1 + run.config.shift.count_passes()
     scored = len(val.captions) + (passes * len(labelled.labels) if labelled else 0)
     cost = dry_run_training(replace(run, config=config), data, val, scored)

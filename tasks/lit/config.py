@@ -21,13 +21,13 @@ from dpn_cli.config.schema import (
     VAL_FRACTION,
     DataLocation,
     ImageColumn,
-    ImageReading,
     NonNegativeInt,
     Pixels,
     Positive,
     Runtime,
     Section,
     Seed,
+    UprightImageReading,
     refuse_unused,
 )
 from dpn_cli.config.shift_options import ShiftSection
@@ -54,7 +54,7 @@ SKIP_BAD = flag(
 CACHE_DIR = flag("--cache-dir", help="Folder of all caches.", panel=DATA, unset="cache/lit in $DPN_HOME")
 
 
-class CaptionData(ImageReading):
+class CaptionData(UprightImageReading):
     """The location of the captioned images; `images` is the folder that their names are relative to."""
 
     source: Annotated[

@@ -53,7 +53,7 @@ def dry_run_training(run: Run[LitConfig], data: CaptionedImages, val: CaptionedI
             texts = tokenize(data, tokenizer)
             batches = encoded_batches(data, encoder, texts, size, seed, world, steps=1, micro=BATCH)
         job = job_of(config, text, batches, world, engine.Outputs(warn=console.warn))
-        towers = Towers(tower, text, tokenizer, config.loss, {}, data.reading.decoder)
+        towers = Towers(tower, text, tokenizer, config.loss, {}, data.reading.decoder, data.reading.exif)
         return DryRunSetup(
             engine.prepare(text, config.runtime, world), job, _sample_work(towers, encoder, _small_sample(val), scored)
         )

@@ -26,7 +26,8 @@ def open_part(source: CaptionSource, split: str | None, facts: Mapping[str, Any]
         if has_split(source, "val") or has_split(source, "test"):
             raise DataError(f"--split all: {source.location} has splits of its own; choose train, val or test")
         return open_split(source, "train"), None
-    held_out_pairs = _split_as_run(source, split_name, facts) if split_name in OWN else None
+    is_run_split = split_name in OWN and not source.val_location
+    held_out_pairs = _split_as_run(source, split_name, facts) if is_run_split else None
     if held_out_pairs is not None:
         return held_out_pairs[split_name], OWN[split_name]
     return open_split(source, split_name), None

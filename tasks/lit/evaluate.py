@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dpn_cli.data import image_source
-from dpn_cli.data.decode import ReadOptions
+from dpn_cli.data.decode import ReadOptions, options_of_run
 from dpn_cli.data.leakage import Overlap, count_overlap
 from dpn_cli.data.sources.base import LabelledImages, fingerprint
 from dpn_cli.engine import fit as engine
@@ -40,12 +40,12 @@ def evaluate(options: LitEvalOptions, console: Console) -> Json | None:
         if options.output_dir and world.leads:
             open_report(options.output_dir)
         towers = load_towers(options.run).to(world.device)
-        reading = ReadOptions(options.reading.decode or towers.decoder, options.reading.max_pixels)
+        reading = options_of_run(options.reading, towers.decoder, towers.exif)
         scored = _retrieval if options.captioned else zeroshot
         result = {
             "task": "lit eval",
             "run": options.run,
-            "data": options.source,
+            "data": options.source if options.split not in (None, "val") else options.val_source or options.source,
             "tokenizer": towers.tokenizer.to_dict(),
             "decoder": reading.versions(),
             **scored(towers, options, reading, world, console),
@@ -91,7 +91,11 @@ def open_labelled(options: LitEvalOptions, reading: ReadOptions) -> tuple[Labell
         split = SceneClasses(*DEMO_SPLITS["test"])
         return split, split.classes
     source = image_source.ImageSource(
-        options.source, image_column=options.image_column, label_column=options.label_column, reading=reading
+        options.source,
+        options.val_source,
+        image_column=options.image_column,
+        label_column=options.label_column,
+        reading=reading,
     )
     split_name = options.split or "val"
     if split_name == "all":
@@ -148,6 +152,7 @@ def _retrieval(towers: Towers, options: LitEvalOptions, reading: ReadOptions, wo
 def _caption_source(options: LitEvalOptions, reading: ReadOptions) -> CaptionSource:
     return CaptionSource(
         options.source,
+        options.val_source,
         images=options.images,
         image_column=options.image_column,
         caption_column=options.caption_column,

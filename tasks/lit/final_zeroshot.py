@@ -32,7 +32,7 @@ def source_of(config: LitConfig) -> CaptionSource:
         data.image_column,
         data.caption_column,
         data.skip_bad_images,
-        ReadOptions(data.decode, data.max_pixels),
+        ReadOptions(data.decode, data.max_pixels, exif=data.exif),
     )
 
 

@@ -11,6 +11,7 @@ from dpn_cli.config.inference import EvaluationOptions, ImageFileOptions
 from dpn_cli.config.option import DATA, HELP, MODEL, OUTPUT, argument, flag
 from dpn_cli.config.schema import (
     HTML,
+    VAL_DATA,
     DataLocation,
     ForwardBatchSize,
     ImageColumn,
@@ -44,6 +45,7 @@ class LitEvalOptions(EvaluationOptions):
             brief="Labelled or captioned images.",
         ),
     ]
+    val_source: Annotated[DataLocation | None, VAL_DATA] = None
     split: Annotated[
         Literal["train", "val", "test", "all"] | None,
         flag(

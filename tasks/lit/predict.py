@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from open_clip.tokenizer import canonicalize_text
 
-from dpn_cli.data.decode import ReadOptions
+from dpn_cli.data.decode import options_of_run
 from dpn_cli.data.resize import resize
 from dpn_cli.data.sources.folder import find_image_files
 from dpn_cli.engine import fit as engine
@@ -42,7 +42,7 @@ def predict(options: ZeroShotOptions, console: Console) -> Predictions:
         refuse_ranks(world, "lit predict")
         towers = load_towers(options.run, "dpn lit predict").to(world.device)
         predictions = Predictions(find_image_files(options.images), options.written, console)
-        reading = ReadOptions(options.reading.decode or towers.decoder, options.reading.max_pixels)
+        reading = options_of_run(options.reading, towers.decoder, towers.exif)
         autocast = engine.precision_of(runtime, world.device)
         with autocast:
             classes = build_classifier(towers, names, prompt_set(options.prompts))

@@ -8,7 +8,7 @@ from pathlib import Path
 from open_clip.tokenizer import canonicalize_text
 
 from dpn_cli.config.schema import PredictionFiles
-from dpn_cli.data.decode import ReadOptions
+from dpn_cli.data.decode import options_of_run
 from dpn_cli.data.sources.folder import find_image_files
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, DpnError, ImageError
@@ -39,7 +39,7 @@ def search(options: SearchOptions, console: Console) -> Predictions | None:
         predictions = Predictions(find_image_files([options.images]), PredictionFiles(html=options.html), console)
         files = find_images(options.images, predictions.paths, options.query, predictions.leave_out)
         predictions.check_any()
-        files.reading = ReadOptions(reading.decode or towers.decoder, reading.max_pixels)
+        files.reading = options_of_run(reading, towers.decoder, towers.exif)
         encoder = image_encoder(towers.image, runtime, world, skip_bad=True, batch_size=options.batch_size)
         features, readable = encode_all(files, encoder, cache_root(options.cache_dir), world, console)
         with engine.precision_of(runtime, world.device):

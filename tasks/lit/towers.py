@@ -40,7 +40,8 @@ TEXTS = 256  # that go through the tower at once
 class Towers:
     """An image tower, the text tower trained against it, and the tokenizer.
 
-    `facts` say how they came about; `decoder` made the pixels of JPEGs.
+    `facts` say how they came about; `decoder` made the pixels of JPEGs. With `exif` images were turned as their EXIF
+    orientation says.
     """
 
     image: Backbone
@@ -49,6 +50,7 @@ class Towers:
     loss: Literal["softmax", "siglip"]
     facts: dict[str, Any]
     decoder: Decoder = "exact"
+    exif: bool = False
 
     def to(self, device: torch.device) -> Towers:
         """Move both towers, and put them into eval mode."""
@@ -92,6 +94,7 @@ def describe_towers(towers: Towers) -> dict[str, Any]:
         "tokenizer": towers.tokenizer.to_dict(),
         "loss": towers.loss,
         "decoder": towers.decoder,
+        "exif": towers.exif,
         "facts": towers.facts,
     }
 
@@ -153,7 +156,8 @@ def _build(description: dict[str, Any], tensors: dict[str, Tensor], location: st
     tower.load_state_dict(_select_prefix("text.", tensors))
     backbone = load_backbone(checkpoint=source, stem=None, image_size=tuple(image["image_size"]))
     decoder = description.get("decoder", "pillow")  # the decoder of files without this entry
-    return Towers(backbone, tower, tokenizer, description["loss"], description["facts"], decoder)
+    exif = description.get("exif", False)
+    return Towers(backbone, tower, tokenizer, description["loss"], description["facts"], decoder, exif)
 
 
 def _select_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from dpn_cli.arch import SIZES, size_name
 from dpn_cli.data.leakage import record
 from dpn_cli.data.sources.base import LabelledImages, fingerprint
+from dpn_cli.data.turned_images import describe_turned_sample
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.run import distributed
@@ -70,6 +71,8 @@ def train(run: Run[LitConfig]) -> Json:
     facts = _check_data(pairs, val, open_zeroshot(config), tokenizer, initial_digest, folder, world)
     if world.leads:
         folder.update(backbone=tower.report.to_dict(), **{DIGEST: None})
+        if message := describe_turned_sample(pairs, len(pairs.captions), pairs.reading.exif):
+            console.info(message)
     console.info(tower.report.summary())
     plain = replace(encoder_of(config, tower, world), views=0)
     root = cache_root(config.cache.folder) if config.cache.use else None
@@ -275,7 +278,8 @@ class _TextTraining:
             "trained_on": record(Subset(data, good.tolist())) if world.leads else None,
         }
         if world.leads:
-            towers = Towers(self.tower, self.text, self.tokenizer, config.loss, trained, data.reading.decoder)
+            reading = data.reading
+            towers = Towers(self.tower, self.text, self.tokenizer, config.loss, trained, reading.decoder, reading.exif)
             self.run.folder.record_time(result.seconds, result.wait_seconds)
             save_towers(towers, path / WEIGHTS)
             Checkpoints(path / "checkpoints").clear()

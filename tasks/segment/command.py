@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dpn_cli.config.launch import LaunchOptions
+from dpn_cli.data.turned_images import describe_turned_sample
 from dpn_cli.run import console as terminal
 from dpn_cli.run.console import Console, count_noun
 from dpn_cli.run.run import Run, open_run, run_name
@@ -51,8 +52,10 @@ def _dry_run(run: Run[SegmentConfig], launch: LaunchOptions) -> None:
     config = resolve_steps(run.config, len(data.train))
     run.console.info(describe_length(config, data))
     if run.world.leads:
-        check_masks(data.train, data.rule)
-        check_masks(data.val, data.rule)
+        for split in (data.train, data.val):
+            check_masks(split, data.rule)
+            if message := describe_turned_sample(split, len(split), split.reading.exif):
+                run.console.info(message)
     cost = dry_run_training(replace(run, config=config), data)
     if run.world.leads:
         launch.on_cost(cost)

@@ -20,11 +20,11 @@ from dpn_cli.config.schema import (
     IMAGE_COLUMN,
     DataLocation,
     Flip,
-    ImageReading,
     Pixels,
     Positive,
     Section,
     Side,
+    UprightImageReading,
     refuse_unused,
 )
 from dpn_cli.config.shift_options import ShiftSection
@@ -59,7 +59,7 @@ class SegmentNetwork(BackboneConfig):
     drop_path: Annotated[float, Field(ge=0, lt=1), DROP_PATH] = 0.0
 
 
-class MaskData(ImageReading):
+class MaskData(UprightImageReading):
     """The locations of images and masks, and the class of each number in a mask."""
 
     dataset: Literal["ade20k", "folder"] = "folder"

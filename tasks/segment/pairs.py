@@ -7,6 +7,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -64,6 +65,11 @@ class Pairs(ABC):
     def open_mask(self, index: int) -> Image.Image:
         """Open a mask, not decoded yet. Raises `DataError` with its location when it is not an image."""
 
+    @property
+    def mask_reading(self) -> ReadOptions:
+        """The options for masks, whose values are no colours: they are never turned."""
+        return replace(self.reading, exif=False)
+
     def load(self, index: int) -> tuple[Pixels, RawMask]:
         """Decode a pair to pixels (h, w, 3) and raw mask (h, w).
 
@@ -76,9 +82,13 @@ class Pairs(ABC):
         """Decode a mask to its raw values. Raises `DataError` when it is unreadable or not of its image's size."""
         mask = read_mask(self.open_mask(index), self.locate_mask(index))
         if mask.shape != size:
+            remedy = "a mask has one value for every pixel of its image"
+            if mask.shape == size[::-1]:
+                state, flag = ("as stored", "--no-exif") if self.reading.exif else ("upright", "--exif")
+                remedy += f"; if it was drawn for the image {state}, add {flag}"
             raise DataError(
                 f"{self.locate_mask(index)}: the mask has {mask.shape[1]}x{mask.shape[0]} pixels, its image "
-                f"{size[1]}x{size[0]}; a mask has one value for every pixel of its image"
+                f"{size[1]}x{size[0]}; {remedy}"
             )
         return mask
 
@@ -131,7 +141,7 @@ class FolderPairs(Pairs):
 
     def open_mask(self, index: int) -> Image.Image:
         """Open a mask, not decoded yet."""
-        return open_image(self.masks[index], self.locate_mask(index), self.reading, self.sizes[index][1])
+        return open_image(self.masks[index], self.locate_mask(index), self.mask_reading, self.sizes[index][1])
 
 
 def _files(folder: Path, kinds: Collection[str]) -> dict[str, Path]:
@@ -190,8 +200,8 @@ class HubPairs(Pairs):
         encoded = pyarrow.compute.struct_field(self.rows.data.column(column), "bytes")
         return list(pyarrow.compute.binary_length(encoded).fill_null(0).to_pylist())
 
-    def _open(self, index: int, column: int, location: str) -> Image.Image:
-        return open_image(get_image_file(self.rows[index][self.columns[column]], location), location, self.reading)
+    def _open(self, index: int, column: int, location: str, reading: ReadOptions) -> Image.Image:
+        return open_image(get_image_file(self.rows[index][self.columns[column]], location), location, reading)
 
     def locate(self, index: int) -> str:
         """Name data set, split and row."""
@@ -203,11 +213,11 @@ class HubPairs(Pairs):
 
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet."""
-        return self._open(index, 0, self.locate(index))
+        return self._open(index, 0, self.locate(index), self.reading)
 
     def open_mask(self, index: int) -> Image.Image:
         """Open a mask, not decoded yet."""
-        return self._open(index, 1, self.locate_mask(index))
+        return self._open(index, 1, self.locate_mask(index), self.mask_reading)
 
 
 class ScenePairs(Pairs):
@@ -270,7 +280,7 @@ class PairsSubset(Pairs):
 def open_pairs(data: MaskData, split: str) -> Pairs:
     """Open ``train`` or ``val`` of a config's data set. Raises `DataError`."""
     pairs = _open_pairs(data, split)
-    pairs.reading = ReadOptions(data.decode, data.max_pixels, shrink=False)
+    pairs.reading = ReadOptions(data.decode, data.max_pixels, shrink=False, exif=data.exif)
     return pairs
 
 

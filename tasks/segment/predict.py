@@ -16,7 +16,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from dpn_cli.data.decode import Pixels, ReadOptions
+from dpn_cli.data.decode import Pixels, options_of_run
 from dpn_cli.data.sources.folder import find_image_files
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, DpnError
@@ -67,7 +67,7 @@ def predict(options: SegmentPredictOptions, console: Console) -> Predictions:
         # Photographs have any size: where a run is scored at two, that of its training suits them.
         plan = segmenter.plan(segmenter.evaluation.second_size)
         plan = replace(plan, batch_size=options.batch_size or plan.batch_size)
-        reading = ReadOptions(options.reading.decode or segmenter.data.decode, options.reading.max_pixels, shrink=False)
+        reading = options_of_run(options.reading, segmenter.data.decode, segmenter.data.exif, shrink=False)
         batches = predictions.read(
             reading, partial(_image_sizes, plan=plan), batch_size=1, workers=runtime.workers, label="segment predict",
             small=False,

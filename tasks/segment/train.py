@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dpn_cli.data.loader import count_workers
 from dpn_cli.data.resize import Size
+from dpn_cli.data.turned_images import describe_turned_sample
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.errors import DataError, DpnError
@@ -178,6 +179,8 @@ def _check_data(config: SegmentConfig, data: SegmentData, folder: RunFolder, wor
         )
         for name, split in (("training", data.train), ("validation", data.val)):
             labels = check_masks(split, data.rule, SAMPLE // 2)
+            if message := describe_turned_sample(split, len(split), split.reading.exif):
+                console.info(f"{name}: {message}")
             missing = [class_.name for label, class_ in enumerate(data.classes) if label not in labels]
             if missing and len(split) <= SAMPLE // 2:
                 console.warn(f"classes without a pixel in the {name} masks: {', '.join(missing[:8])}")

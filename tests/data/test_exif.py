@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,20 +14,15 @@ from PIL import ExifTags, Image, ImageOps
 from dpn_cli.data.crops import Decode, train_crop
 from dpn_cli.data.decode import Decoder, ReadOptions, decode, open_image, orientation, read_pixels
 from dpn_cli.data.image_source import ImageSource, open_split
+from dpn_cli.data.sources.base import LabelledImages
 from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.errors import ImageError
+from dpn_cli.weights.backbone import Backbone
 from support.cli import run_dpn
-from support.images import write_class_folders
+from support.images import write_class_folders, write_turned
+from tasks.classify.probe import encode
 
 UPRIGHT = ReadOptions(exif=True)
-
-
-def stored(path: Path, image: Image.Image, value: int) -> Path:
-    """Store an image with an orientation in its EXIF data."""
-    exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = value
-    image.save(path, exif=exif, quality=95)
-    return path
 
 
 @pytest.fixture
@@ -39,7 +35,7 @@ def image() -> Image.Image:
 @pytest.mark.parametrize("suffix", ["jpg", "webp"])
 @pytest.mark.parametrize("value", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
 def test_orientations_are_those_of_pillow(value: int, suffix: str, image: Image.Image, tmp_path: Path) -> None:
-    path = stored(tmp_path / f"x.{suffix}", image, value)
+    path = write_turned(tmp_path / f"x.{suffix}", image, value)
     decoders: tuple[Decoder, ...] = ("exact", "pillow")
     for decoder in decoders:
         as_stored = read_pixels(path, "x", ReadOptions(decoder))
@@ -53,7 +49,7 @@ def test_orientations_are_those_of_pillow(value: int, suffix: str, image: Image.
 
 
 def test_damaged_exif_data_are_ignored(image: Image.Image, tmp_path: Path) -> None:
-    path = stored(tmp_path / "x.jpg", image, 6)
+    path = write_turned(tmp_path / "x.jpg", image, 6)
     content = path.read_bytes()
     start = content.index(b"Exif\0\0") + 6
     path.write_bytes(content[:start] + b"\xff" * 8 + content[start + 8 :])
@@ -65,7 +61,7 @@ def test_damaged_exif_data_are_ignored(image: Image.Image, tmp_path: Path) -> No
 def test_a_pack_keeps_the_orientation(image: Image.Image, tmp_path: Path) -> None:
     for name in ("train/a", "train/b", "val/a", "val/b"):
         (tmp_path / "data" / name).mkdir(parents=True)
-        stored(tmp_path / "data" / name / "x.jpg", image, 6)
+        write_turned(tmp_path / "data" / name / "x.jpg", image, 6)
     for size in ("12", "keep"):
         packed = run_dpn(
             "data", "pack", "--data", str(tmp_path / "data"), "--out", str(tmp_path / size), "--size", size
@@ -80,7 +76,7 @@ def test_a_training_turns_images_and_so_does_all_that_uses_it(image: Image.Image
     data = write_class_folders(tmp_path / "photos", classes=2, each=8)
     for path in sorted(data.rglob("*.jpg"))[:3]:
         with Image.open(path) as photo:
-            stored(path, photo.convert("RGB").transpose(Image.Transpose.ROTATE_90), 6)
+            write_turned(path, photo.convert("RGB").transpose(Image.Transpose.ROTATE_90), 6)
     base = ["pretrain", "--data", str(data), "--val-fraction", "0.5", "--arch", "mu/8", "--image-size", "16"]
     base += ["--steps", "1", "-b", "4", "-j", "0", "--no-report", "--jitter", "0.2"]
     base += ["--no-flip", "--set", "data.crop=whole"]
@@ -100,9 +96,38 @@ def test_a_training_turns_images_and_so_does_all_that_uses_it(image: Image.Image
     assert predictions[3] == predictions[5] != predictions[4]
 
 
+def test_a_probe_turns_images_as_the_training_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = write_class_folders(tmp_path / "photos", classes=2, each=8)
+    trained = ["pretrain", "--data", str(data), "--val-fraction", "0.5", "--arch", "mu/8", "--image-size", "16"]
+    for name, flag in (("upright", "--exif"), ("stored", "--no-exif")):
+        ended = run_dpn(*trained, flag, "--steps", "1", "-b", "4", "-j", "0", "--no-report", "-o", str(tmp_path / name))
+        assert ended.exit_code == 0, ended.output
+    readings = []
+
+    def noting(model: Backbone, split: LabelledImages, *others: Any, **options: Any) -> Any:
+        readings.append(split.reading.exif)
+        return encode(model, split, *others, **options)
+
+    monkeypatch.setattr("tasks.classify.fewshot.encode", noting)
+    for name, shots, flags, turned in (
+        ("upright", "2", [], True),
+        ("upright", "2", ["--no-exif"], False),
+        ("stored", "2", [], False),
+        ("stored", "2", ["--exif"], True),
+        ("upright", "1,2", ["-o", str(tmp_path / "draws")], True),
+    ):
+        probed = run_dpn(
+            *("eval", "fewshot", str(tmp_path / name), "--data", str(data), "--val-fraction", "0.5", "--shots", shots),
+            *("-j", "0", *flags),
+        )
+        assert probed.exit_code == 0, probed.output
+        assert readings == [turned, turned], (name, flags)
+        readings.clear()
+
+
 def test_what_is_opened_turned_is_decoded_once(image: Image.Image, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    stored(tmp_path / "a" / "x.jpg", image, 8)
+    write_turned(tmp_path / "a" / "x.jpg", image, 8)
     split = ClassFolders(tmp_path)
     split.reading = UPRIGHT
     opened = split.open(0)
@@ -115,7 +140,7 @@ def test_crops_are_of_the_upright_image(decoding: Decode, tmp_path: Path) -> Non
     """A sky above a meadow that is stored on its side: every inception crop is uniform from left to right."""
     scene = np.zeros((160, 240, 3), np.uint8)
     scene[:80, :, 2] = 250
-    stored(tmp_path / "x.jpg", Image.fromarray(scene).transpose(Image.Transpose.ROTATE_90), 6)
+    write_turned(tmp_path / "x.jpg", Image.fromarray(scene).transpose(Image.Transpose.ROTATE_90), 6)
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
         crop = train_crop(open_image(tmp_path / "x.jpg", "x", UPRIGHT), "x", (8, 8), generator, decoding).float()

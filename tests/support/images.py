@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from PIL import ExifTags, Image
 from torch import Tensor
 
 
@@ -27,6 +27,21 @@ def write_class_folders(root: Path, classes: int = 3, each: int = 5, size: tuple
             image = Image.fromarray(patches).resize(size, Image.Resampling.BICUBIC)
             image.save(root / f"class{label}" / f"{number:03d}.jpg", quality=95)
     return root
+
+
+def write_turned(path: Path, image: Image.Image, value: int) -> Path:
+    """Store an image with an orientation in its EXIF data."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = value
+    image.save(path, exif=exif, quality=95)
+    return path
+
+
+def turn_files(root: Path, pattern: str = "*.jpg") -> None:
+    """Store images as a phone that is held upright does: on their side, with the orientation that turns them back."""
+    for path in sorted(root.rglob(pattern)):
+        with Image.open(path) as image:
+            write_turned(path, image.convert("RGB").transpose(Image.Transpose.ROTATE_90), 6)
 
 
 def png_bytes(number: int, size: int = 20) -> bytes:

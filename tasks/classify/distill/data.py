@@ -20,7 +20,7 @@ from dpn_cli.errors import DataError
 from dpn_cli.run.console import Console, count_noun
 from tasks.classify.distill.config import DistillConfig
 from tasks.classify.evaluate import match_classes
-from tasks.classify.preflight import decode_some, describe_turned
+from tasks.classify.preflight import decode_some, describe_turned_samples
 
 # Images on which a stem is fitted and the spread of the teacher's tokens is measured.
 FITTED_ON = 512
@@ -53,7 +53,8 @@ class DistillSplits:
 
         Raises `DataError` for an unreadable image unless `skip_bad`.
         """
-        return describe_turned([decode_some(part, skip_bad) for part in self.parts().values()], self.train.reading.exif)
+        samples = [decode_some(part, skip_bad) for part in self.parts().values()]
+        return describe_turned_samples(samples, self.train.reading.exif)
 
     def sample(self, transform: Transform, skip_bad: bool) -> Tensor:
         """Return some training images (n, 3, h, w) as uint8, the same ones for any order of the folder."""
@@ -121,6 +122,7 @@ def augmentation_of(config: DistillConfig, size: tuple[int, int]) -> Augmentatio
         config.mixup,
         crop=data.crop or "inception",
         crop_area=data.crop_area,
+        resize_side=data.eval_resize,
         flip=bool(data.flip),
         jitter=data.jitter,
         noise=data.noise,

@@ -85,6 +85,25 @@ def test_another_table_with_images_of_the_training_is_called_so(finished: tuple[
     assert labelled["trained_on"] == {"images": 2, "of": 2, "estimated": False}
 
 
+def test_validation_data_of_their_own_are_scored(finished: tuple[Path, Path], tmp_path: Path) -> None:
+    """Beside the run's own pairs, too: then nothing is held out of those."""
+    network, pairs = finished
+    names = write_png_images(tmp_path / "new", 17)[12:]
+    other = write_caption_table(tmp_path / "new" / "pairs.csv", [(name, f"image {name}") for name in names])
+    both = scored(network, pairs, "--val-data", str(other))
+    assert (counts(both), both["part"]) == ((5, 0), None)
+    assert both["retrieval"] == scored(network, other)["retrieval"]
+    assert both["data"] == str(other)
+    for part, first in (("train", 12), ("val", 14)):
+        for number in range(2):
+            (tmp_path / part / f"class{number}").mkdir(parents=True)
+            shutil.copy(tmp_path / "new" / f"{first + number}.png", tmp_path / part / f"class{number}")
+    options = "--prompts", "plain", "--force"
+    labelled = scored(network, tmp_path / "train", "--val-data", str(tmp_path / "val"), *options)
+    assert labelled["top1"] == scored(network, tmp_path / "val", *options)["top1"]
+    assert labelled["fingerprint"] == scored(network, tmp_path / "val", *options)["fingerprint"]
+
+
 def facts_of(source: CaptionSource, **data: Any) -> Json:
     train_part, val = open_pairs(source)
     prints = {"train": data_fingerprint(train_part), "val": data_fingerprint(val)}
