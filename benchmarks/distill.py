@@ -20,9 +20,10 @@ from step import CLASSES, Steps, bare_steps, compare, fit_steps, synthetic
 
 from dpn_cli.config.load import read_config
 from dpn_cli.config.schema import Runtime
-from dpn_cli.engine.fit import Batch, precision_of
+from dpn_cli.engine.fit import Batch
 from dpn_cli.engine.planning import matrix_rate
 from dpn_cli.model.flops import count_macs, training_flops
+from dpn_cli.run.precision import autocast, precision_of
 from dpn_cli.weights.backbone import Backbone, load_backbone
 from tasks.classify.distill.config import Losses
 from tasks.classify.distill.losses import Distance, NetworkOutputs, ObservedNetwork, inputs_of
@@ -52,7 +53,7 @@ def apart(teacher: Backbone, student: Backbone, batch: Batch, runtime: Runtime, 
     @torch.no_grad()
     def look() -> float:
         began = time.perf_counter()
-        with precision_of(runtime, device):
+        with autocast(runtime, device, student):
             teacher(batch["image"]).sum().item()
         return time.perf_counter() - began
 
@@ -87,7 +88,7 @@ def main() -> None:
         rows,
     )
     flops = 2 * count_macs(teacher.config).forward + training_flops(student.config)
-    rate = matrix_rate(runtime, device)
+    rate = matrix_rate(device, precision_of(runtime, device, student))
     hours = [f"{millions} M {millions * 1e6 * seconds / rows / 3600:.3g}" for millions in MILLIONS]
     print(
         f"{rows / seconds:.1f} images/s, {flops * rows / seconds / rate:.1%} of {rate / 1e12:.3g} TFLOP/s that matrix "

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from dpn_cli.arch import Stem
 from dpn_cli.config.schema import Runtime
-from dpn_cli.engine.fit import Batch, Outputs, fit, precision_of, prepare
+from dpn_cli.engine.fit import Batch, Outputs, fit, prepare
 from dpn_cli.engine.losses import sigmoid_xent
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.errors import OutOfMemoryError
 from dpn_cli.run.distributed import World
+from dpn_cli.run.precision import autocast
 from dpn_cli.weights.backbone import Backbone, load_backbone
 
 CPU = torch.device("cpu")
@@ -87,7 +88,7 @@ def outcome(settings: Settings, stem: Stem, runtime: Runtime, device: torch.devi
     with exact_products():
         torch.compiler.reset()  # another batch would be compiled for batches of any size
         ready = prepare(model, runtime, World(0, 1, device)).train()
-        with precision_of(runtime, device):
+        with autocast(runtime, device, model):
             logits = ready(batch["image"])
             sigmoid_xent(logits.float(), batch["label"]).backward()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

@@ -18,15 +18,16 @@ import torch
 from gpu_report import NotHereError, Settings, Speed
 from step import CLASSES, Steps, bare_steps, fit_steps, synthetic, timms
 
-from dpn_cli.arch import SIZES, Stem
+from dpn_cli.arch import SIZES, Stem, parse_arch
 from dpn_cli.config.cost import Cost, total_hours
 from dpn_cli.config.schema import Runtime
-from dpn_cli.engine.fit import Batch, precision_of, prepare
+from dpn_cli.engine.fit import Batch, prepare
 from dpn_cli.engine.memory import is_out_of_memory
 from dpn_cli.engine.planning import matrix_rate
 from dpn_cli.errors import OutOfMemoryError
 from dpn_cli.model.flops import count_macs, training_flops
 from dpn_cli.run.distributed import World
+from dpn_cli.run.precision import autocast, choose_precision
 from dpn_cli.weights.backbone import Backbone, load_backbone
 
 RUNTIME = Runtime(precision="auto")
@@ -43,7 +44,7 @@ FEW, LEAST = 2, 3
 @cache
 def peak(device: torch.device) -> float:
     """Return the FLOPs per second of a matrix product in the precision of the trainings."""
-    return matrix_rate(RUNTIME, device)
+    return matrix_rate(device, "bf16")
 
 
 def elapsed(run: Callable[[], object], device: torch.device) -> float:
@@ -296,7 +297,8 @@ def encoding(settings: Settings, best: Best) -> Iterator[Speed]:
     (arch, _, side), device = settings.towers, settings.device
     world = World(0, 1, device)
     tower = load_backbone(arch, image_size=side).requires_grad_(False).to(device).eval()
-    encode, flops = encode_function(tower, device, precision_of(RUNTIME, device)), 2 * count_macs(tower.config).forward
+    encode = encode_function(tower, device, autocast(RUNTIME, device, tower))
+    flops = 2 * count_macs(tower.config).forward
 
     def steps_of(rows: int) -> Steps:
         images = torch.randint(256, (rows, 3, side, side), dtype=torch.uint8)
@@ -337,9 +339,11 @@ def windows(settings: Settings, best: Best) -> Iterator[Speed]:
             f"{error.name} is not installed",
         )
 
+    precision = choose_precision(RUNTIME, device.type, parse_arch(arch)[0].width)
+
     def several(run: Callable[[], torch.Tensor]) -> Steps:
         def go(steps: int) -> list[float]:
-            with torch.inference_mode(), precision_of(RUNTIME, device):
+            with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, precision == "bf16"):
                 for _ in range(steps):
                     run()
             return []

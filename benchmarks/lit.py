@@ -33,10 +33,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from dpn_cli.arch import SIZES
 from dpn_cli.config.schema import Optim, Runtime
 from dpn_cli.data.loader import count_workers
-from dpn_cli.engine import fit as engine
 from dpn_cli.engine.fit import Batch
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
+from dpn_cli.run.precision import autocast
 from dpn_cli.run.process import keep_memory
 from dpn_cli.weights.backbone import Backbone, load_backbone
 from tasks.lit.cache import BATCH, cached_features
@@ -62,7 +62,7 @@ def open_clip_steps(tower: torch.nn.Module, text: TextTower, images: Tensor, tok
         found = []
         for _ in range(steps):
             began = time.perf_counter()
-            with engine.precision_of(Runtime(), images.device):
+            with autocast(Runtime(), images.device, transformer):
                 with torch.no_grad():
                     seen = torch.nn.functional.normalize(tower(images), dim=-1)
                 loss = loss_fn(seen, torch.nn.functional.normalize(transformer(tokens), dim=-1), scale.exp())

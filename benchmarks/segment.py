@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,9 @@ from step import Steps, fit_steps, timms
 from torch import Tensor, nn
 
 from dpn_cli.config.schema import Optim, Runtime
-from dpn_cli.engine.fit import Batch, precision_of, prepare
+from dpn_cli.engine.fit import Batch, prepare
 from dpn_cli.run.distributed import World
+from dpn_cli.run.precision import autocast
 from dpn_cli.run.process import keep_memory
 from dpn_cli.weights.backbone import load_backbone
 from tasks.segment.iou import count_pixels
@@ -99,16 +100,15 @@ def our_steps(plain: LinearSegmenter, batch: Batch, runtime: Runtime, device: to
     return fit_steps(ready, batch, runtime, device, loss_fn=loss, optim=adam, lr=3e-5)
 
 
-def loop(
-    losses: Callable[[], Tensor], parameters: Iterable[nn.Parameter], runtime: Runtime, device: torch.device
-) -> Steps:
+def loop(losses: Callable[[], Tensor], model: nn.Module, runtime: Runtime, device: torch.device) -> Steps:
     """Return a plain PyTorch loop: the loss, backward, fused AdamW."""
-    optimizer = torch.optim.AdamW(parameters, lr=3e-5, weight_decay=0.01, fused=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=3e-5, weight_decay=0.01, fused=True)
 
     def run(count: int) -> list[float]:
         times = [time.perf_counter()]
         for _ in range(count):
-            with precision_of(runtime, device):
+            with autocast(runtime, device, model):
                 loss = losses()
             loss.backward()
             optimizer.step()
@@ -130,7 +130,7 @@ def bare_steps(arch: str, floats: Tensor, label: Tensor, runtime: Runtime, devic
         logits = F.interpolate(ready(floats).float(), size, mode="bilinear")
         return F.cross_entropy(logits, target, ignore_index=255)
 
-    return loop(losses, stock.parameters(), runtime, device)
+    return loop(losses, stock, runtime, device)
 
 
 def mmseg_steps(plain: LinearSegmenter, arch: str, floats: Tensor, label: Tensor, runtime: Runtime) -> Steps:
@@ -145,8 +145,7 @@ def mmseg_steps(plain: LinearSegmenter, arch: str, floats: Tensor, label: Tensor
         found: Tensor = theirs.parse_losses(theirs.loss(floats, samples))[0]
         return found
 
-    trained = [parameter for parameter in theirs.parameters() if parameter.requires_grad]
-    return loop(losses, trained, runtime, floats.device)
+    return loop(losses, theirs, runtime, floats.device)
 
 
 def measure_step(arch: str, rows: int, steps: int, rounds: int, runtime: Runtime) -> None:

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 
 from dpn_cli.arch import Stem, parse_arch
 from dpn_cli.config.schema import Optim, Runtime, Schedule
-from dpn_cli.engine.fit import Batch, Outputs, TrainJob, fit, precision_of
+from dpn_cli.engine.fit import Batch, Outputs, TrainJob, fit
 from dpn_cli.engine.layer_grad_norms import LayerGradNorms
 from dpn_cli.engine.losses import sigmoid_xent
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.engine.optim import clip_gradients
 from dpn_cli.run.distributed import World
+from dpn_cli.run.precision import autocast
 from dpn_cli.weights.backbone import load_backbone
 
 CLASSES = 100
@@ -67,7 +68,7 @@ def bare_steps(model: nn.Module, batch: Batch, runtime: Runtime, device: torch.d
         model.train()
         times = [time.perf_counter()]
         for _ in range(steps):
-            with precision_of(runtime, device):
+            with autocast(runtime, device, model):
                 loss = loss_fn(model, batch)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)

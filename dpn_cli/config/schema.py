@@ -296,7 +296,7 @@ class Runtime(Section):
         Literal["auto", "bf16", "fp32"],
         flag(
             "--precision",
-            help="Compute precision; bf16 uses autocast, auto is bf16 on a GPU and fp32 on a CPU.",
+            help="Compute precision; bf16 uses autocast, auto is bf16 where it is faster: on GPUs and some CPUs.",
             panel=RUNTIME,
         ),
     ] = "auto"
@@ -321,12 +321,6 @@ class Runtime(Section):
         Literal["none", "tensorboard", "wandb"],
         flag("--report-to", help="Also log to tensorboard or wandb.", panel=OUTPUT),
     ] = "none"
-
-    def precision_on(self, device: str) -> Literal["bf16", "fp32"]:
-        """Return the precision on a type of device ("cpu", "cuda"): what ``auto`` stands for is decided here."""
-        if self.precision == "auto":
-            return "bf16" if device == "cuda" else "fp32"
-        return self.precision
 
 
 class Config(Section):

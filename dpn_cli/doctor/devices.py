@@ -119,9 +119,13 @@ def check_precision() -> Iterator[Finding]:
     """Yield the meaning of ``--precision auto`` on this machine, and whether bf16 is computed or emulated."""
     import torch
 
+    from dpn_cli.run.precision import LEAST_WIDTH, has_bf16_products
+
     if not torch.cuda.is_available():
-        found = f"fp32 by itself; bf16 with --precision bf16 (the CPU has {torch.backends.cpu.get_cpu_capability()})"
-        yield Finding("precision", "ok", found)
+        found = "fp32 by itself; bf16, which this CPU emulates slowly, with --precision bf16"
+        if has_bf16_products():
+            found = f"bf16 by itself for networks {LEAST_WIDTH} or more wide, else fp32; fp32 with --precision fp32"
+        yield Finding("precision", "ok", f"{found} (the CPU has {torch.backends.cpu.get_cpu_capability()})")
     elif torch.cuda.is_bf16_supported(including_emulation=False):
         yield Finding("precision", "ok", "bf16 by itself; fp32 with --precision fp32")
     else:

@@ -28,13 +28,13 @@ from dpn_cli.engine.trainer_args import FitResult as FitResult
 from dpn_cli.engine.trainer_args import LossFn as LossFn
 from dpn_cli.engine.trainer_args import Outputs as Outputs
 from dpn_cli.engine.trainer_args import TrainJob as TrainJob
-from dpn_cli.engine.trainer_args import precision_of as precision_of
 from dpn_cli.errors import DpnError, StoppedError, WorkerError
 from dpn_cli.model.norms import has_running_norms
 from dpn_cli.run import distributed, signals
 from dpn_cli.run.console import ProgressTick
 from dpn_cli.run.distributed import World
 from dpn_cli.run.gpu_share import MEASURED_STEPS, measure
+from dpn_cli.run.precision import autocast
 
 # What a checkpoint calls the sums of the norms of layers.
 NORMS = "norms.sums"
@@ -302,7 +302,7 @@ class _Training:
         eval_context: AbstractContextManager[None] = self.ema.applied(self.network) if self.ema else nullcontext()
         if self.sharded_model:
             eval_context = self.sharded_model.evaluating(self.eval_weights)
-        with eval_context, torch.inference_mode(), precision_of(job.runtime, job.world.device):
+        with eval_context, torch.inference_mode(), autocast(job.runtime, job.world.device, self.network):
             metrics = evaluate()
         self.model.train()
         self.rate.restart(self.seconds(), step)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dpn_cli.config.schema import Runtime
 from dpn_cli.run.distributed import World
+from dpn_cli.run.precision import precision_of
 
 
 class ShardedModel(nn.Module):
@@ -41,10 +42,11 @@ class ShardedModel(nn.Module):
             "mesh": init_device_mesh(world.device.type, (world.size,)),
             "ignored_params": set(undivided),
         }
+        precision = precision_of(runtime, world.device, unsharded)
         for block in blocks_of(self.network):
             if runtime.compile:
                 block.compile()
-            if runtime.precision_on(world.device.type) == "bf16":
+            if precision == "bf16":
                 fully_shard(matrices_of(block), mp_policy=bf16, **fsdp_options)
             fully_shard(block, **fsdp_options)
         fully_shard(self.network, **fsdp_options)

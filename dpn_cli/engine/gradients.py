@@ -15,10 +15,11 @@ from dpn_cli.engine.layer_grad_norms import LayerGradNorms
 from dpn_cli.engine.memory import MicroBatch, is_out_of_memory
 from dpn_cli.engine.optim import clip_gradients
 from dpn_cli.engine.seeds import fold
-from dpn_cli.engine.trainer_args import Batch, LossFn, TrainJob, precision_of
+from dpn_cli.engine.trainer_args import Batch, LossFn, TrainJob
 from dpn_cli.errors import OutOfMemoryError
 from dpn_cli.model.norms import has_running_norms, set_progress
 from dpn_cli.run import distributed
+from dpn_cli.run.precision import autocast
 
 
 class Gradients:
@@ -83,7 +84,7 @@ class Gradients:
         passes = self._passes(rows)
         for number, (chunk, count) in enumerate(self._micro_batches(batch, step), 1):
             with nullcontext() if sync and number == passes else self._no_sync():
-                with precision_of(self.job.runtime, self.job.world.device):
+                with autocast(self.job.runtime, self.job.world.device, self.network):
                     value = loss_fn(self.model, chunk)
                 (value * (count / mean_rows)).backward()  # type: ignore[no-untyped-call]
             loss += value.detach().float() * (count / rows)
@@ -93,7 +94,7 @@ class Gradients:
 
     def _first_pass(self, loss_fn: CrossBatchLoss, batch: Batch, step: int) -> tuple[Tensor, Batch]:
         """Return the loss of a batch, and the batch on which `SurrogateLoss` has the gradients of that loss."""
-        with precision_of(self.job.runtime, self.job.world.device):
+        with autocast(self.job.runtime, self.job.world.device, self.network):
             chunks = (chunk for chunk, _ in self._micro_batches(batch, step))
             return feature_gradient(loss_fn, self.model, batch, chunks)
 

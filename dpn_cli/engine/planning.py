@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import time
+from functools import cache
 from typing import Any
 
 import torch
 
 from dpn_cli.config.schema import Optim, Runtime
-from dpn_cli.engine import fit as engine
 from dpn_cli.engine.footprint import step_bytes
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.run.distributed import World, join
+from dpn_cli.run.precision import Precision, precision_of
 from dpn_cli.weights.backbone import Backbone
 
 # Side of the measured matrices: large enough to show a device's rate, small enough for a second of measuring.
@@ -24,10 +25,10 @@ TRAINING_FRACTION = 0.5
 Json = dict[str, Any]
 
 
-def measure_device(runtime: Runtime) -> tuple[torch.device, float]:
-    """Return the device, and its measured matrix-product rate in FLOPs per second."""
+def measure_device(runtime: Runtime, model: Backbone) -> tuple[torch.device, float]:
+    """Return the device, and its measured matrix-product rate in FLOPs per second in the precision of the network."""
     with join(runtime.device) as world:
-        return world.device, matrix_rate(runtime, world.device)
+        return world.device, matrix_rate(world.device, precision_of(runtime, world.device, model))
 
 
 def estimate_memory(model: Backbone, optim: Optim, runtime: Runtime, batch: int, ranks: int, *, ema: bool) -> Json:
@@ -41,7 +42,7 @@ def estimate_memory(model: Backbone, optim: Optim, runtime: Runtime, batch: int,
     rank_batch = World(0, ranks, device).most(batch)
     micro_batch = MicroBatch.choose(runtime, rank_batch, model, device)
     shards = ranks if runtime.shard else 1
-    bf16 = runtime.precision_on(device.type) == "bf16"
+    bf16 = precision_of(runtime, device, model) == "bf16"
 
     def required() -> int:
         return step_bytes(model, optim, rank_batch, micro_batch.size, bf16=bf16, shards=shards, ema=ema)
@@ -53,9 +54,9 @@ def estimate_memory(model: Backbone, optim: Optim, runtime: Runtime, batch: int,
     return {"micro_batch_size": micro_batch.size, "memory_bytes": required()}
 
 
-def estimate_duration(runtime: Runtime, flops: int, images: int, ranks: int) -> Json:
+def estimate_duration(runtime: Runtime, model: Backbone, flops: int, images: int, ranks: int) -> Json:
     """Measure the device, and return the hours of `flops` on `ranks` devices, which load `images` meanwhile."""
-    device, rate = measure_device(runtime)
+    device, rate = measure_device(runtime, model)
     seconds = flops / rate / ranks
     return {
         "flops": flops,
@@ -76,10 +77,10 @@ def estimate_disk(optim: Optim, parameters: int, *, ema: bool, best: bool) -> Js
     return {"weights_bytes": 4 * parameters, "checkpoints_bytes": copies * parameters * state}
 
 
-def matrix_rate(runtime: Runtime, device: torch.device) -> float:
-    """Measure FLOPs per second of a square matrix product in the precision of the training."""
-    with engine.precision_of(runtime, device):
-        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else torch.float32
+@cache
+def matrix_rate(device: torch.device, precision: Precision) -> float:
+    """Measure FLOPs per second of a square matrix product in a precision."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     side = SIDE.get(device.type, 2048)
     matrix = torch.randn(side, side, device=device, dtype=dtype)
     matrix @ matrix

@@ -6,7 +6,6 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dpn_cli.config.schema import Optim, Runtime, Schedule
@@ -102,8 +101,3 @@ class FitResult:
     micro_batch: int
     earlier: tuple[float, float] = (0.0, 0.0)
     metrics: dict[str, float] = field(default_factory=dict)
-
-
-def precision_of(runtime: Runtime, device: torch.device) -> torch.autocast:
-    """Return the autocast context: bfloat16 on a GPU, float32 on a CPU, unless the config says."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=runtime.precision_on(device.type) == "bf16")

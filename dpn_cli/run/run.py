@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
+from torch import nn
 
+from dpn_cli.arch import parse_arch
 from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.config.network import BackboneConfig
 from dpn_cli.config.provenance import differences
@@ -29,6 +31,7 @@ from dpn_cli.run.distributed import World, detect_lost_rank, from_leader, join
 from dpn_cli.run.elastic import TorchrunLaunch, current_torchrun
 from dpn_cli.run.environment import read_config
 from dpn_cli.run.files import claim, make_folder
+from dpn_cli.run.precision import announce_precision, choose_precision
 from dpn_cli.run.run_dir import MetricsLog, RunFolder
 from dpn_cli.run.trackers import Track, build_tracker
 
@@ -76,6 +79,16 @@ class Run(Generic[ConfigT]):
         first = self.one_trial and not self.folder.facts.get(fact)
         return claim(self.folder.path, on_wait=signals.check_here) if first else nullcontext()
 
+    def record_precision(self, runtime: Runtime, *networks: nn.Module) -> None:
+        """Save the precision in which networks are trained in run.json; a resumed run in another one warns."""
+        precision, saved = announce_precision(runtime, self.world, self.console, *networks), self.folder.precision
+        if saved not in (None, precision):
+            self.console.warn(
+                f"{self.folder.path}: started in {saved} and continues in {precision}; the result is of neither alone"
+            )
+        if self.world.leads and saved != precision:
+            self.folder.update(precision=precision)
+
     def tracker(self, report_to: str) -> Track:
         """Return a function that sends records to the tracker of that name, from the leading rank only."""
         return build_tracker(report_to if self.world.leads else "none", self.folder.path, self.console)
@@ -111,7 +124,7 @@ def open_run(
     with signals.listen(ending), join(runtime.device, shard=runtime.shard) as world, ExitStack() as claims:
         if isinstance(runtime.micro_batch_size, int):
             world = replace(world, grain=runtime.micro_batch_size)
-        precision = runtime.precision_on(world.device.type)
+        precision = choose_precision(runtime, world.device.type, _named_width(config))
         if launch.dry_run:
             launch.on_open(path)
             yield Run(config, RunFolder(path), world, console, _print_differences(config, precision, console))
@@ -136,8 +149,6 @@ def open_run(
                 _record_command(folder, launch, torchrun, console)
         with _status(folder, reports=world.leads and not one_trial), detect_lost_rank():
             config = with_saved_decoder(config, from_leader(folder.facts))
-            if world.leads and folder.result is None:
-                _record_precision(folder, precision, console)
             differs = _print_differences(config, precision, console)
             yield Run(config, folder, world, console, differs, one_trial)
 
@@ -200,23 +211,18 @@ def _status(folder: RunFolder, *, reports: bool) -> Iterator[None]:
         raise
 
 
+def _named_width(config: Section) -> int:
+    """Return the width of the config's architecture; 0 where it names none, for which the paper has no values."""
+    backbone = getattr(config, "backbone", None)
+    return parse_arch(backbone.arch)[0].width if isinstance(backbone, BackboneConfig) and backbone.arch else 0
+
+
 def _print_differences(config: Section, precision: str, console: Console) -> list[str] | None:
     """Return a run's differences from the paper, and print them."""
     differs = differences(config, precision) if isinstance(config, Config) else None
     if differs:
         console.info(f"differs from the paper: {'; '.join(differs)}")
     return differs
-
-
-def _record_precision(folder: RunFolder, precision: str, console: Console) -> None:
-    """Save the precision of a run in run.json, and warn when a resumed run continues in another."""
-    saved_precision = folder.facts.get("precision", precision)
-    if saved_precision != precision:
-        console.warn(
-            f"{folder.path}: started in {saved_precision} and continues in {precision}; the result is of neither alone"
-        )
-    if folder.facts.get("precision") != precision:
-        folder.update(precision=precision)
 
 
 def _saved_network(path: Path) -> object:

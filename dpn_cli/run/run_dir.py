@@ -69,6 +69,12 @@ class RunFolder:
         return dict(self.facts.get("timing") or {})
 
     @property
+    def precision(self) -> str | None:
+        """Return the precision of the trainings ("bf16", "fp32"); None before the first one."""
+        precision: str | None = self.facts.get("precision")
+        return precision
+
+    @property
     def is_untouched(self) -> bool:
         """Return whether the run there has not produced anything."""
         names = self._names()

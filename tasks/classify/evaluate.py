@@ -14,7 +14,6 @@ from torch import Tensor
 from dpn_cli.data.image_source import ImageSource
 from dpn_cli.data.leakage import Overlap, count_overlap
 from dpn_cli.data.sources.base import LabelledImages, fingerprint
-from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
 from dpn_cli.metrics import Scores, score
 from dpn_cli.report.shift_scores import describe_shifts
@@ -22,6 +21,7 @@ from dpn_cli.run import distributed, signals
 from dpn_cli.run.console import Console, OnProgress, printable
 from dpn_cli.run.distributed import World, join
 from dpn_cli.run.files import open_report, replace_json
+from dpn_cli.run.precision import announce_precision, autocast
 from dpn_cli.statistics import format_accuracy
 from tasks.classify.classifier import Classifier, compute_logits, load_classifier
 from tasks.classify.classifier_shifts import ClassifierShifts
@@ -53,6 +53,7 @@ def evaluate(options: EvalOptions, console: Console) -> dict[str, Any] | None:
             + (f", {part}" if part else "")
             + _columns_note(classifier, columns)
         )
+        precision = announce_precision(options.runtime, world, console, classifier.model)
         overlap = count_overlap(split, classifier.facts.get("trained_on"), world)
         if warning := overlap and overlap.warning():
             console.warn(warning)
@@ -63,6 +64,7 @@ def evaluate(options: EvalOptions, console: Console) -> dict[str, Any] | None:
                 classifier, split, columns, options, world, keep_predictions=predictions, on_progress=on_progress
             )
         result = _result(options, source.location, classifier, names, scores, split, part, overlap)
+        result["precision"] = precision
         if real:
             labels = [real[prediction.row] for prediction in scores.predictions]
             result["real"] = real_accuracy([prediction.predicted for prediction in scores.predictions], labels)
@@ -115,7 +117,7 @@ def _score(
     on_progress: OnProgress,
 ) -> Scores:
     classifier.model.to(world.device).eval()
-    with engine.precision_of(options.runtime, world.device):
+    with autocast(options.runtime, world.device, classifier.model):
         return score(
             lambda images: compute_logits(classifier, images),
             split,

@@ -58,7 +58,7 @@ def estimate(config: PretrainConfig, images: int | None, *, count_data: bool, ra
         "steps": sum(steps),
         "batch_size": config.batch_size,
         "flops_per_image": flops,
-        **estimate_duration(config.runtime, flops * image_draws, image_draws, ranks),
+        **estimate_duration(config.runtime, model, flops * image_draws, image_draws, ranks),
         **estimate_memory(model, config.optim, config.runtime, config.batch_size, ranks, ema=ema),
         **estimate_disk(config.optim, parameters, ema=ema, best=config.select == "best"),
     }

@@ -13,13 +13,13 @@ from dpn_cli.data.decode import read_pixels
 from dpn_cli.data.shifted_images import image_rng, reduce_to, shift_side
 from dpn_cli.data.shifts import shift_pixels
 from dpn_cli.data.sources.folder import find_image_files
-from dpn_cli.engine import fit as engine
 from dpn_cli.report.content import Gallery, PageImage, PageSection
 from dpn_cli.report.predictions import Predictions, tally
 from dpn_cli.report.thumbnails import thumbnail
 from dpn_cli.run import signals
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World, join, refuse_ranks
+from dpn_cli.run.precision import autocast
 from tasks.classify.classifier import Classifier, compute_logits, load_classifier, readable
 from tasks.classify.options import PredictOptions
 
@@ -47,7 +47,7 @@ def predict(options: PredictOptions, console: Console) -> Predictions:
         with closing(batches):
             for part in batches:
                 images = torch.stack([image.prepared for image in part])
-                with engine.precision_of(runtime, world.device):
+                with autocast(runtime, world.device, classifier.model):
                     chances = classifier.probabilities(compute_logits(classifier, images.to(world.device)))
                 best = chances.topk(min(options.top, len(words)), dim=-1)
                 for image, values, indices in zip(part, best.values.tolist(), best.indices.tolist(), strict=True):
@@ -60,7 +60,7 @@ def predict(options: PredictOptions, console: Console) -> Predictions:
             "What was predicted", "class", (result["classes"][0]["name"] for result in predictions.results)
         )
         paths = [Path(result["image"]) for result in predictions.results[:MOST_SHIFTED]]
-        with engine.precision_of(runtime, world.device):
+        with autocast(runtime, world.device, classifier.model):
             galleries = [_draw_shifts(path, options, classifier, world) for path in paths if options.shift.names]
         if 0 < len(galleries) < len(predictions.results):
             console.info(f"--shifts: the first {len(galleries)} of {len(predictions.results)} images are shown")

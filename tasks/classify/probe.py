@@ -16,10 +16,10 @@ from dpn_cli.data.decode import Pixels
 from dpn_cli.data.pixels import Transform, stream
 from dpn_cli.data.resize import resize
 from dpn_cli.data.sources.base import LabelledImages
-from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
 from dpn_cli.run import signals
 from dpn_cli.run.console import OnProgress, ignore_progress
+from dpn_cli.run.precision import autocast
 from dpn_cli.weights.backbone import Backbone
 
 L2 = 1024.0  # 2^10, on every weight, that of the constant included
@@ -72,7 +72,7 @@ def encode(
             signals.check_here()
             on_progress(len(part.images) + part.skipped)
             if len(part.images):
-                with torch.inference_mode(), engine.precision_of(runtime, device):
+                with torch.inference_mode(), autocast(runtime, device, model):
                     tokens = model.forward_features(model.normalize(part.images.to(device)))
                     features.append(model.forward_head(tokens, pre_logits=True).double().cpu())
                 labels.append(part.labels)

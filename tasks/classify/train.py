@@ -24,6 +24,7 @@ from dpn_cli.run.baseline_warnings import result_warning
 from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.console import OnProgress, count_noun, ignore_progress
 from dpn_cli.run.distributed import World
+from dpn_cli.run.precision import autocast
 from dpn_cli.run.run import Run, run_name
 from dpn_cli.statistics import format_accuracy
 from dpn_cli.weights.backbone import Backbone, backbone_of
@@ -87,6 +88,7 @@ def train(run: Run[ConfigT], data: ClassData, task: str) -> Json:
         "lost_records": trained.get("lost_records", 0),
         "steps": config.schedule.steps,
         "timing": folder.timing,
+        "precision": folder.precision,
         "data": facts["data"],
         DIGEST: classifier.model.report.digest,
         "decoder": data.val.reading.versions(),
@@ -155,6 +157,7 @@ class _ClassifierTraining:
         self.skipped: list[int] = []
         self.model = load_network(config, len(data.classes))
         console.info(describe_start(self.model.report, Checkpoints(self.folder.path / "checkpoints")))
+        run.record_precision(config.runtime, self.model)
         if config.head_bias is None and config.loss == "sigmoid":
             bias = head_bias_of(config, len(data.classes))
             console.info(f"the head's bias starts at {bias:g}, -log of {len(data.classes)} classes")
@@ -265,7 +268,7 @@ def evaluate(
     on_progress: OnProgress = ignore_progress,
 ) -> Scores:
     """Score a split with the config's precision and loader; see `score`."""
-    with engine.precision_of(config.runtime, world.device):
+    with autocast(config.runtime, world.device, classifier.model):
         return score(
             lambda images: compute_logits(classifier, images),
             split,

@@ -11,9 +11,9 @@ from torch import Tensor
 from dpn_cli.config.paths import home
 from dpn_cli.config.schema import Runtime
 from dpn_cli.data.resize import resize
-from dpn_cli.engine import fit as engine
 from dpn_cli.run.console import Console, count_noun
 from dpn_cli.run.distributed import World
+from dpn_cli.run.precision import autocast, precision_of
 from dpn_cli.weights.backbone import Backbone
 from tasks.lit.cache import BATCH, cached_features
 from tasks.lit.captions import CaptionedImages
@@ -45,9 +45,9 @@ def image_encoder(
         "mean": list(tower.mean),
         "std": list(tower.std),
         "resize": "bilinear, no antialias",
-        "precision": f"{runtime.precision} on {world.device.type}",
+        "precision": f"{precision_of(runtime, world.device, tower)} on {world.device.type}",
     }
-    encode = encode_function(tower, world.device, engine.precision_of(runtime, world.device))
+    encode = encode_function(tower, world.device, autocast(runtime, world.device, tower))
     size, workers = tower.config.image_size, runtime.workers
     return ImageEncoder(encode, tower.embed_dim, size, facts, views, seed, workers, skip_bad, batch_size)
 
@@ -89,7 +89,7 @@ def retrieval_scores(
     """
     images, readable = encode_all(data, encoder, root, world, console)
     owner = torch.tensor([index for index, row in enumerate(readable) for _ in data.captions[row]])
-    with engine.precision_of(runtime, world.device):
+    with autocast(runtime, world.device, towers.text):
         texts = towers.encode_texts([text for row in readable for text in data.captions[row]])
     scores = recalls(images.to(world.device), texts, owner.to(world.device))
     if features_folder and world.leads:

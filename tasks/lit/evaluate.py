@@ -10,7 +10,6 @@ from dpn_cli.data import image_source
 from dpn_cli.data.decode import ReadOptions, options_of_run
 from dpn_cli.data.leakage import Overlap, count_overlap
 from dpn_cli.data.sources.base import LabelledImages, fingerprint
-from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
 from dpn_cli.metrics import Scores
 from dpn_cli.report.shift_scores import describe_shifts
@@ -18,6 +17,7 @@ from dpn_cli.run import signals
 from dpn_cli.run.console import Console, count_noun
 from dpn_cli.run.distributed import World, join
 from dpn_cli.run.files import open_report, replace_json
+from dpn_cli.run.precision import announce_precision, autocast
 from tasks.lit.data import DEMO_SPLITS, CaptionSource, SceneClasses
 from tasks.lit.encode import cache_root, describe_retrieval, image_encoder, retrieval_scores
 from tasks.lit.eval_splits import open_part
@@ -48,6 +48,7 @@ def evaluate(options: LitEvalOptions, console: Console) -> Json | None:
             "data": options.source if options.split not in (None, "val") else options.val_source or options.source,
             "tokenizer": towers.tokenizer.to_dict(),
             "decoder": reading.versions(),
+            "precision": announce_precision(options.runtime, world, console, towers.image, towers.text),
             **scored(towers, options, reading, world, console),
         }
         if options.output_dir and world.leads:
@@ -65,7 +66,7 @@ def zeroshot(towers: Towers, options: LitEvalOptions, reading: ReadOptions, worl
     overlap = _count_overlap(towers, split, world, console)
     run = Path(options.run).expanduser()
     nearest = NearestImages(names)
-    with engine.precision_of(options.runtime, world.device):
+    with autocast(options.runtime, world.device, towers.image, towers.text):
         weights = classifier_of(towers, names, templates, run if (run / "run.json").is_file() else None, world)
         with console.counting("lit eval", world.share(len(split.labels))) as on_progress:
             scores = classify(

@@ -8,8 +8,8 @@ from typing import Any
 from dpn_cli.config.shift_options import ShiftOptions
 from dpn_cli.data.decode import ReadOptions
 from dpn_cli.data.sources.base import LabelledImages
-from dpn_cli.engine import fit as engine
 from dpn_cli.run.distributed import World
+from dpn_cli.run.precision import autocast
 from dpn_cli.run.run import Run
 from tasks.lit.cache import BATCH
 from tasks.lit.config import LitConfig
@@ -78,7 +78,7 @@ def demo_zeroshot(towers: Towers, config: LitConfig, world: World, folder: Path)
     """
     split = SceneClasses(*DEMO_SPLITS["val"])
     nearest = NearestImages(split.classes)
-    with engine.precision_of(config.runtime, world.device):
+    with autocast(config.runtime, world.device, towers.image, towers.text):
         weights = build_classifier(towers, split.classes, prompt_set("demo"))
         scores = classify(towers, weights, split, world, workers=0, batch_size=BATCH, skip_bad=False, nearest=nearest)
     best = nearest.gather()

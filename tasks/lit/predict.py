@@ -13,12 +13,12 @@ from open_clip.tokenizer import canonicalize_text
 from dpn_cli.data.decode import options_of_run
 from dpn_cli.data.resize import resize
 from dpn_cli.data.sources.folder import find_image_files
-from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DpnError
 from dpn_cli.report.predictions import Predictions, tally
 from dpn_cli.run import signals
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import join, refuse_ranks
+from dpn_cli.run.precision import autocast
 from tasks.lit.options import ZeroShotOptions
 from tasks.lit.towers import load_towers
 from tasks.lit.zeroshot import build_classifier, prompt_set
@@ -43,8 +43,8 @@ def predict(options: ZeroShotOptions, console: Console) -> Predictions:
         towers = load_towers(options.run, "dpn lit predict").to(world.device)
         predictions = Predictions(find_image_files(options.images), options.written, console)
         reading = options_of_run(options.reading, towers.decoder, towers.exif)
-        autocast = engine.precision_of(runtime, world.device)
-        with autocast:
+        precision = autocast(runtime, world.device, towers.image, towers.text)
+        with precision:
             classes = build_classifier(towers, names, prompt_set(options.prompts))
         resized = partial(resize, size=towers.image.config.image_size)
         batches = predictions.read(
@@ -52,7 +52,7 @@ def predict(options: ZeroShotOptions, console: Console) -> Predictions:
         )
         with closing(batches):
             for part in batches:
-                with autocast:
+                with precision:
                     features = towers.encode_images(torch.stack([image.prepared for image in part]))
                 cosine = features @ classes.T
                 chances = towers.probabilities(cosine)

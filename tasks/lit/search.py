@@ -10,13 +10,13 @@ from open_clip.tokenizer import canonicalize_text
 from dpn_cli.config.schema import PredictionFiles
 from dpn_cli.data.decode import options_of_run
 from dpn_cli.data.sources.folder import find_image_files
-from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, DpnError, ImageError
 from dpn_cli.report.content import Cell, Gallery, PageImage, PageSection, Table
 from dpn_cli.report.predictions import Predictions, thumbnails, write_gallery
 from dpn_cli.run import signals
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import join
+from dpn_cli.run.precision import autocast
 from tasks.lit.cache import problem_of
 from tasks.lit.captions import CaptionedFiles
 from tasks.lit.encode import cache_root, encode_all, image_encoder
@@ -42,7 +42,7 @@ def search(options: SearchOptions, console: Console) -> Predictions | None:
         files.reading = options_of_run(reading, towers.decoder, towers.exif)
         encoder = image_encoder(towers.image, runtime, world, skip_bad=True, batch_size=options.batch_size)
         features, readable = encode_all(files, encoder, cache_root(options.cache_dir), world, console)
-        with engine.precision_of(runtime, world.device):
+        with autocast(runtime, world.device, towers.image, towers.text):
             sentence = build_classifier(towers, [options.query], prompt_set("plain"))
         if not world.leads:
             return None

@@ -81,6 +81,7 @@ def train(run: Run[LitConfig]) -> Json:
         if root:  # and an unreadable image to be scored on before anything is trained
             cached_features(val, plain, root, world, console)
         training = _TextTraining(run, pairs, tower, tokenizer, facts)
+        run.record_precision(config.runtime, training.text)
         with run.outputs("lit", run.tracker(config.runtime.report_to)) as outputs:
             job = job_of(training.config, training.text, training.batches(), world, outputs)
             fit_result = engine.fit(engine.prepare(training.text, config.runtime, world), job)
@@ -102,6 +103,7 @@ def train(run: Run[LitConfig]) -> Json:
         "retrieval": scores,
         **{name: towers.facts[name] for name in ("pairs", "left_out", "cut", "train_loss", "temperature")},
         "timing": folder.timing,
+        "precision": folder.precision,
         "steps": towers.facts["steps"],
         "batch_size": config.batch_size,
         "image_tower": initial_digest,

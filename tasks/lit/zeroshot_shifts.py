@@ -7,10 +7,10 @@ from typing import Any
 
 from dpn_cli.data.shifted_images import ShiftedImages, shift_side
 from dpn_cli.data.sources.base import LabelledImages
-from dpn_cli.engine import fit as engine
 from dpn_cli.report.shift_scores import save_shifts, score_shifts
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
+from dpn_cli.run.precision import autocast
 from tasks.lit.options import LitEvalOptions
 from tasks.lit.page_samples import NearestImages
 from tasks.lit.towers import Towers, load_towers
@@ -41,7 +41,7 @@ def score_zeroshot_shifts(
         return ShiftedImages(split, name, severity, side, shift.seed)
 
     with (
-        engine.precision_of(options.runtime, world.device),
+        autocast(options.runtime, world.device, towers.image, towers.text),
         console.counting("shifts", shift.count_passes(len(networks)) * world.share(len(split.labels))) as on_progress,
     ):
         classes = {network: classifier_of(own, names, templates, None, world) for network, own in networks.items()}

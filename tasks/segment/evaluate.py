@@ -8,13 +8,13 @@ from typing import Any
 
 from dpn_cli.config.schema import Runtime
 from dpn_cli.config.shift_options import ShiftSection
-from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
 from dpn_cli.report.shift_scores import describe_shifts, save_shifts, score_shifts
 from dpn_cli.run import distributed, signals
 from dpn_cli.run.console import Console, OnProgress, ignore_progress
 from dpn_cli.run.distributed import World, join
 from dpn_cli.run.files import open_report, replace_json
+from dpn_cli.run.precision import announce_precision, autocast
 from tasks.segment.artifact import Segmenter, load_segmenter
 from tasks.segment.config import Evaluation, MaskData
 from tasks.segment.iou import SegmentScores, score
@@ -57,6 +57,7 @@ def evaluate(options: SegmentEvalOptions, console: Console) -> dict[str, Any] | 
         evaluation = evaluation_of(options, segmenter.evaluation)
         console.info(f"{len(pairs)} images of {len(segmenter.classes)} classes")
         segmenter.network.to(world.device)
+        precision = announce_precision(runtime, world, console, segmenter.network)
         scale_count = 2 if evaluation.second_size else 1
         with console.counting("segment eval", scale_count * world.share(len(pairs))) as on_progress:
             scores, score_facts = score_sizes(segmenter, pairs, evaluation, runtime, world, on_progress)
@@ -66,6 +67,7 @@ def evaluate(options: SegmentEvalOptions, console: Console) -> dict[str, Any] | 
             "data": data.source,
             "fingerprint": fingerprint(pairs),
             "decoder": pairs.reading.versions(),
+            "precision": precision,
             "arch": segmenter.arch,
             "classes": len(segmenter.classes),
             **score_facts,
@@ -130,7 +132,7 @@ def score_once(
     on_progress: OnProgress = ignore_progress,
 ) -> SegmentScores:
     """Score a split in one way: at the images' own size where its size is ``both``."""
-    with engine.precision_of(runtime, world.device):
+    with autocast(runtime, world.device, segmenter.network):
         plan = segmenter.plan(evaluation)
         return score(
             segmenter.network, pairs, segmenter.rule, plan, world, workers=runtime.workers, on_progress=on_progress

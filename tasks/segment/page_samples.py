@@ -11,12 +11,12 @@ import torch
 from PIL import Image
 
 from dpn_cli.config.schema import Runtime
-from dpn_cli.engine import fit as engine
 from dpn_cli.report.content import Rows
 from dpn_cli.report.tables import as_csv
 from dpn_cli.report.thumbnails import thumbnail
 from dpn_cli.run.distributed import World
 from dpn_cli.run.files import replace_file, replace_json, replace_text
+from dpn_cli.run.precision import autocast
 from tasks.segment.artifact import Segmenter
 from tasks.segment.config import Evaluation
 from tasks.segment.iou import ImageScore, SegmentScores, predict_row
@@ -56,7 +56,7 @@ def save_samples(
         for path in (folder / FOLDER).glob("*.*"):
             path.unlink()
     labels, entries = set[int](), []
-    with engine.precision_of(runtime, world.device):
+    with autocast(runtime, world.device, segmenter.network):
         for kind, scores_of_kind in select_extremes(scores.per_image).items():
             for score in scores_of_kind:
                 labels |= _draw(folder / FOLDER, segmenter, pairs, score.row, evaluation, world.device)

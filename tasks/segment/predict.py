@@ -18,7 +18,6 @@ from torch import Tensor
 
 from dpn_cli.data.decode import Pixels, options_of_run
 from dpn_cli.data.sources.folder import find_image_files
-from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.report.content import Cell, Legend, Part, Table
 from dpn_cli.report.predictions import Predictions
@@ -27,6 +26,7 @@ from dpn_cli.run import signals
 from dpn_cli.run.console import Console, count_noun
 from dpn_cli.run.distributed import join, refuse_ranks
 from dpn_cli.run.files import real_path, replace_file
+from dpn_cli.run.precision import autocast
 from tasks.segment.artifact import Segmenter, load_segmenter
 from tasks.segment.labels import LabelRule, Labels
 from tasks.segment.options import SegmentPredictOptions
@@ -76,7 +76,7 @@ def predict(options: SegmentPredictOptions, console: Console) -> Predictions:
             for (image,) in batches:
                 pixels, sized = image.prepared
                 images = [image.to(world.device) for image in sized]
-                with torch.inference_mode(), engine.precision_of(runtime, world.device):
+                with torch.inference_mode(), autocast(runtime, world.device, segmenter.network):
                     labels: Labels = label_map(segmenter.network, images, pixels.shape[:2], plan).cpu().numpy()
                 files, overlay, classes = _write_prediction(
                     pixels, labels, segmenter, options.output_dir / names[image.index]

@@ -83,6 +83,7 @@ def train(run: Run[SegmentConfig]) -> Json:
     if not distributed.from_leader((folder.path / WEIGHTS).is_file()):
         segmenter = new_segmenter(config, data, world, console, Checkpoints(folder.path / "checkpoints"))
         network = segmenter.network
+        run.record_precision(config.runtime, network)
         if world.leads:
             folder.update(backbone=network.vit.report.to_dict(), **{DIGEST: None})
         with run.outputs("segment", run.tracker(config.runtime.report_to)) as outputs:
@@ -116,6 +117,7 @@ def train(run: Run[SegmentConfig]) -> Json:
         "passes": passes(config, data),
         "seed": config.seed,
         "timing": folder.timing,
+        "precision": folder.precision,
         "data": facts["data"],
         DIGEST: segmenter.network.vit.report.digest,
         "decoder": data.val.reading.versions(),

@@ -21,13 +21,13 @@ def estimate(config: VtabConfig, ranks: int) -> tuple[list[Cost], str]:
     subclasses.
     """
     tasks = choose_tasks(config.data.tasks, config.demo)
-    device, rate = measure_device(config.runtime)
-    seconds = 1 / (TRAINING_FRACTION * rate)  # of a FLOP
     costs = []
     for name, network in config.by_network().items():
         checkpoint = network.backbone.checkpoint or "none"
         start = check_start(network.backbone.model_copy(update={"checkpoint": checkpoint}))
         model = backbone_of(start, num_classes=max(task.classes for task in tasks))
+        device, rate = measure_device(config.runtime, model)
+        seconds = 1 / (TRAINING_FRACTION * rate)  # of a FLOP
         shapes = [replace(model.config, num_classes=task.classes) for task in tasks]
         checkpointing = network.backbone.grad_checkpointing
         flops = sum(training_flops(shape, grad_checkpointing=checkpointing) for shape in shapes) / len(shapes)

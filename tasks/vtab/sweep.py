@@ -20,6 +20,7 @@ from dpn_cli.sweep.engines.dispatch import create_backend, dispatch
 from dpn_cli.sweep.grid import format_network
 from dpn_cli.sweep.runner import catch_failure
 from dpn_cli.sweep.scheduler import Work
+from dpn_cli.weights.backbone import Backbone
 from tasks.vtab.config import VtabConfig
 from tasks.vtab.data import TaskData, check_images, open_task
 from tasks.vtab.result_tables import build_result, write_csv
@@ -127,6 +128,7 @@ def _finish(run: Run[VtabConfig], outcomes: list[TaskOutcome], fingerprints: Jso
     if pixels := shared_pixels(run):
         shutil.rmtree(pixels, ignore_errors=True)
     result = build_result(config, outcomes, arch, fingerprints, timing(folder), run.differs)
+    result["precision"] = folder.precision
     result["image_size"] = config.backbone.image_size or facts.get("image_size")
     if run.world.leads:
         write_csv(folder.path / "result.csv", outcomes)
@@ -147,12 +149,12 @@ def _check(run: Run[VtabConfig]) -> tuple[dict[Task, TaskData], Json]:
     facts = distributed.from_leader(folder.facts)
     if facts.get("data", fingerprints) != fingerprints:
         raise DataError(f"{config.data.source}: the data have changed since this run started; start another with -o")
-    for network in config.networks:
-        _check_network(config, network, tasks[0], folder, facts, world, console)
+    models = [_check_network(config, network, tasks[0], folder, facts, world, console) for network in config.networks]
     if world.leads and not (run.one_trial and facts.get("data")):  # which another process has checked
         folder.update(device=describe_device(world.device), ranks=world.size, status="running")
         check_images(data, config.data.skip_bad_images, console)
         check_crops(config, tasks, console)
+        run.record_precision(config.runtime, *models)
         folder.update(data=fingerprints)
     return data, fingerprints
 
@@ -165,7 +167,7 @@ def _forget_failures(folder: RunFolder) -> None:
 
 def _check_network(
     config: VtabConfig, network: str, task: Task, folder: RunFolder, facts: Json, world: World, console: Console
-) -> None:
+) -> Backbone:
     """Load a network before any training, report how it loaded, and check that its weights fit on the disk."""
     model = load_network(config, network, task.classes)
     report, vit_config = model.report, model.config
@@ -185,6 +187,7 @@ def _check_network(
         folder.update(
             arch=vit_config.arch, image_size=list(vit_config.image_size), **{f"backbone_{network}": report.to_dict()}
         )
+    return model
 
 
 def timing(folder: RunFolder) -> Json:

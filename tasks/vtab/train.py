@@ -23,6 +23,7 @@ from dpn_cli.run import distributed
 from dpn_cli.run.baseline_warnings import crop_warning
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
+from dpn_cli.run.precision import autocast
 from dpn_cli.weights.backbone import Backbone, backbone_of
 from tasks.vtab.config import VtabConfig
 from tasks.vtab.data import TaskData
@@ -169,7 +170,7 @@ class Trainer:
                 skipped += part.skipped
                 if not len(part.images):
                     continue
-                with torch.inference_mode(), engine.precision_of(config.runtime, self.world.device):
+                with torch.inference_mode(), autocast(config.runtime, self.world.device, self.model):
                     images = self.model.normalize(part.images.to(self.world.device))
                     labels = part.labels.to(self.world.device)
                     for state, confusion in zip(weights, confusions, strict=True):

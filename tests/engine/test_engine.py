@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -106,17 +106,21 @@ def test_whole_training_steps_equal_big_vision(
 
 
 @pytest.mark.parametrize(
-    "optim",
+    ("optim", "precision"),
     [
-        Optim(),
-        Optim(name="adam", weight_decay=0.1),
-        Optim(state_dtype="bfloat16"),
-        Optim(name="adam", state_dtype="bfloat16"),
+        (Optim(), "fp32"),
+        (Optim(name="adam", weight_decay=0.1), "fp32"),
+        (Optim(state_dtype="bfloat16"), "fp32"),
+        (Optim(name="adam", state_dtype="bfloat16"), "fp32"),
+        (Optim(name="adam"), "bf16"),
     ],
 )
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(optim: Optim, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
+    optim: Optim, precision: Literal["fp32", "bf16"], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"optim": optim, "precision": precision, "checkpoint_every": 4}
     full = small_vit(drop_path=0.3)
-    train_steps(full, 10, optim=optim)
+    train_steps(full, 10, **options)
     checkpoints = Checkpoints(tmp_path)
 
     def broken(start: int) -> Generator[Batch, None, None]:
@@ -126,11 +130,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(optim: Optim, tmp_pa
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train_steps(
-            small_vit(drop_path=0.3), 10, optim=optim, batches=broken, outputs=Outputs(checkpoints), checkpoint_every=4
-        )
+        train_steps(small_vit(drop_path=0.3), 10, batches=broken, outputs=Outputs(checkpoints), **options)
     resumed = small_vit(seed=9, drop_path=0.3)
-    result = train_steps(resumed, 10, optim=optim, outputs=Outputs(checkpoints), checkpoint_every=4)
+    result = train_steps(resumed, 10, outputs=Outputs(checkpoints), **options)
     assert result.steps == 10
     assert has_same_weights(full, resumed)
 
@@ -292,13 +294,6 @@ def test_learning_rate_and_wait_share_are_logged(tmp_path: Path) -> None:
     assert [record["lr"] for record in records[:4]] == pytest.approx([0, 0.1, 0.075, 0.025])
     assert all(0 <= record["wait_share"] <= 1 for record in records[:4])
     assert records[4] == {"step": 4, "accuracy": 12.5}
-
-
-def test_precision_follows_the_config_and_the_device() -> None:
-    def enabled(precision: str, device: str) -> bool:
-        return engine.precision_of(Runtime.model_validate({"precision": precision}), torch.device(device))._enabled
-
-    assert [enabled("auto", "cpu"), enabled("bf16", "cpu"), enabled("fp32", "cpu")] == [False, True, False]
 
 
 def test_bf16_training_learns_like_fp32() -> None:

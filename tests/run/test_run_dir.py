@@ -14,20 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from dpn_cli import __version__
 from dpn_cli.config.load import read_config, shipped_configs
 from dpn_cli.config.network import BackboneConfig
-from dpn_cli.config.schema import Section
+from dpn_cli.config.schema import Runtime, Section
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.report import reading as report_reading
 from dpn_cli.run import environment, files
 from dpn_cli.run import run_dir as runstate
 from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World
 from dpn_cli.run.environment import config_digest, differences, is_running, this_process
 from dpn_cli.run.files import is_leftover, remove_leftovers, replace_text
-from dpn_cli.run.run import _record_precision, with_weights_of
+from dpn_cli.run.run import Run, with_weights_of
 from dpn_cli.run.run_dir import RunFolder
 from dpn_cli.sweep.engines import node
 from support.cli import run_dpn
@@ -399,11 +401,12 @@ def test_the_weights_of_a_run_are_reused_unless_the_command_names_others(
 
 def test_another_precision_on_resume_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = open_run(tmp_path)
+    run = Run(OneNetwork(backbone=BackboneConfig(arch="mu/8")), folder, World(0, 1, torch.device("cpu")), Console())
     for precision, warns in (("fp32", False), ("fp32", False), ("bf16", True), ("bf16", False)):
-        _record_precision(folder, precision, Console())
+        run.record_precision(Runtime.model_validate({"precision": precision}), torch.nn.Linear(2, 2))
         output = " ".join(capsys.readouterr().err.split())
         assert ("started in fp32 and continues in bf16" in output) is warns
-        assert folder.facts["precision"] == precision
+        assert folder.precision == precision
 
 
 def test_a_checkout_that_is_not_installed_reports_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

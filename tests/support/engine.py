@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -62,9 +62,17 @@ def make_job(steps: int = 6, **fields: Any) -> TrainJob:
     return TrainJob(**{**own, **fields})
 
 
-def train_steps(model: nn.Module, steps: int = 6, *, checkpoint_every: int = 500, **fields: Any) -> engine.FitResult:
+def train_steps(
+    model: nn.Module,
+    steps: int = 6,
+    *,
+    checkpoint_every: int = 500,
+    precision: Literal["fp32", "bf16"] = "fp32",
+    **fields: Any,
+) -> engine.FitResult:
     """Train for a few steps on random images."""
-    return engine.fit(model, make_job(steps, runtime=Runtime(checkpoint_every=checkpoint_every), **fields))
+    runtime = Runtime(checkpoint_every=checkpoint_every, precision=precision)
+    return engine.fit(model, make_job(steps, runtime=runtime, **fields))
 
 
 def has_same_weights(one: nn.Module, other: nn.Module) -> bool:

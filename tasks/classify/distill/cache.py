@@ -35,6 +35,7 @@ from dpn_cli.run.arrays import facts_of, save_array
 from dpn_cli.run.console import LINE_EVERY, Console
 from dpn_cli.run.distributed import World
 from dpn_cli.run.files import read_object, replace_json
+from dpn_cli.run.precision import precision_of
 from dpn_cli.weights.backbone import Backbone
 from tasks.classify.distill.config import DistillConfig, Losses
 from tasks.classify.distill.data import augmentation_of
@@ -131,7 +132,7 @@ class TargetCache:
             "data": fingerprint(images),
             "decoder": images.reading.versions(),
             "config": config.model_dump(mode="json", include={"data", "losses", "seed", "cache_teacher"}),
-            "precision": f"{config.runtime.precision_on(world.device.type)} on {world.device.type}",
+            "precision": f"{precision_of(config.runtime, world.device, network)} on {world.device.type}",
             "targets": {name: list(shape) for name, shape in self.shapes.items()},
         }
         self._open = lru_cache(OPEN)(partial(np.load, mmap_mode="r"))

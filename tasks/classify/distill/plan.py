@@ -71,7 +71,7 @@ def estimate(config: DistillConfig, arch: str, images: int | None, *, count_data
         "teacher_flops_per_image": forward,
         "flops_per_image": all_weights,
         "stem_flops_per_image": stem,
-        **estimate_duration(config.runtime, flops, image_draws + views, ranks),
+        **estimate_duration(config.runtime, student, flops, image_draws + views, ranks),
         **estimate_disk(config.optim, parameters, ema=bool(config.ema), best=False),
         "stages_bytes": 4 * parameters * (2 if stem_steps else 1),
         "cache_bytes": 2 * views * count_values(target_shapes(teacher.config, losses)),

@@ -6,11 +6,11 @@ from functools import partial
 from typing import Any
 
 from dpn_cli.data.sources.base import LabelledImages
-from dpn_cli.engine import fit as engine
 from dpn_cli.metrics import Scores, score
 from dpn_cli.run import distributed
 from dpn_cli.run.console import Console, OnProgress, ignore_progress
 from dpn_cli.run.distributed import World
+from dpn_cli.run.precision import autocast
 from dpn_cli.weights.backbone import Backbone
 from tasks.classify.classifier import Classifier, compute_logits
 from tasks.classify.classifier_shifts import ClassifierShifts
@@ -35,7 +35,7 @@ class DistillScorer:
     def agreement(self, student: Backbone) -> Agreement:
         """Compare a student with its teacher on the images that are held out."""
         runtime = self.config.runtime
-        with engine.precision_of(runtime, self.world.device):
+        with autocast(runtime, self.world.device, self.teacher_classifier.model, student):
             return compute_agreement(
                 self.teacher_classifier.model,
                 student,
@@ -83,7 +83,7 @@ class DistillScorer:
         on_progress: OnProgress = ignore_progress,
     ) -> Scores:
         data, config = self.data, self.config
-        with engine.precision_of(config.runtime, self.world.device):
+        with autocast(config.runtime, self.world.device, classifier.model):
             return score(
                 partial(compute_logits, classifier),
                 images,

@@ -22,6 +22,7 @@ from dpn_cli.run import distributed
 from dpn_cli.run.artifact_kinds import DIGEST, KEY, WEIGHTS
 from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.files import read_object, replace_json, replace_text
+from dpn_cli.run.precision import autocast
 from dpn_cli.run.run import Run
 from dpn_cli.run.run_dir import LOST_RECORDS, MetricsLog
 from dpn_cli.weights.backbone import Backbone, export_backbone
@@ -77,6 +78,7 @@ class Distillation:
         for stage, steps in stages.items():
             if steps and self._stage_note(stage) is None:
                 config, student, path = self._prepare_stage(stage, previous_stage, steps)
+                self.run.record_precision(config.runtime, student)
                 with self.run.outputs("distill" if stage == "all" else stage, track, path) as outputs:
                     observed, job = self.job(config, student, outputs, first)
                     fit_result = engine.fit(engine.prepare(observed, config.runtime, self.world), job)
@@ -188,7 +190,7 @@ class Distillation:
     @torch.no_grad()
     def _targets(self, batch: engine.Batch) -> NetworkOutputs:
         """Return the teacher's outputs for a batch."""
-        with engine.precision_of(self.config.runtime, self.world.device):
+        with autocast(self.config.runtime, self.world.device, self.teacher):
             return self._compiled(inputs_of(self.teacher, batch))
 
     @cached_property
@@ -211,7 +213,7 @@ class Distillation:
         """Return the standard deviation per channel (d,) of the teacher's tokens, for each compared output."""
         sums: dict[str, Tensor] = {}
         count = 0
-        with torch.no_grad(), engine.precision_of(self.config.runtime, self.world.device):
+        with torch.no_grad(), autocast(self.config.runtime, self.world.device, self.teacher):
             for pixels in self._sample():
                 outputs = self._observed_teacher(self.teacher.normalize(pixels.to(self.world.device)))
                 tokens = {name: value.flatten(0, 1).double() for name, value in outputs.items() if "tokens" in name}
@@ -301,6 +303,7 @@ class Distillation:
             "timing": {
                 name: round(sum(timing[name] for timing in timings), 2) for name in ("train_seconds", "wait_seconds")
             },
+            "precision": self.run.folder.precision,
             "curve": [record for record in log.records() if "lr" not in record and LOST_RECORDS not in record],
             "lost_records": log.count_lost(),
             "steps": self.config.schedule.steps,
