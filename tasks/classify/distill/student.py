@@ -59,12 +59,12 @@ def describe_resize(teacher: Classifier) -> str | None:
 def with_teacher_defaults(config: DistillConfig, teacher: Classifier) -> DistillConfig:
     """Return the config with the teacher's defaults: crop and flip of images, and the start.
 
-    A teacher that takes images whole was trained on whole ones; a teacher that was trained without flips may read
-    digits. Raises `DpnError` as `start_of` does, for a `crop_area` of images that are not cropped at random, and for an
+    Images are those on which the teacher is evaluated: whole ones or their centre. A teacher that was trained without
+    flips may read digits. Raises `DpnError` as `start_of` does, for a `crop_area` of images that are not cropped at random, and for an
     `eval_resize` smaller than the teacher's images.
     """
     data, teacher_data = config.data, (teacher.facts.get("config") or {}).get("data") or {}
-    crop = data.crop or ("whole" if teacher.resize_side is None else "inception")
+    crop = data.crop or ("whole" if teacher.resize_side is None else "centre")
     if crop in ("whole", "centre") and data.crop_area:
         raise DpnError(
             f"data.crop_area ({data.crop_area:g}): of random crops, and data.crop is {crop}, as the teacher takes "

@@ -155,13 +155,13 @@ def test_images_are_taken_as_the_teacher_takes_them(tmp_path: Path) -> None:
     folder = tmp_path / "teacher.safetensors"
     for side, facts, expected in (
         (None, {"config": {"data": {"flip": False}}}, ("whole", False)),
-        (20, {}, ("inception", True)),
+        (20, {}, ("centre", True)),
     ):
         save_classifier(Classifier(plain_network(), ("a", "b", "c"), "softmax", side, facts), folder)
         for changes, crop, flip in (({}, *expected), ({"crop": "timm_bicubic", "flip": True}, "timm_bicubic", True)):
             config = distill_config("x", folder, data=changes)
             data = with_teacher_defaults(config, load_teacher(config)).data
-            assert (data.crop, data.flip, data.eval_resize) == (crop, flip, None)
+            assert (data.crop, data.flip, data.eval_resize) == (crop, flip, side if crop == "centre" else None)
 
 
 @pytest.mark.parametrize(("asked", "of_teacher", "side"), [(None, 22, 22), (18, 22, 18), (None, None, 18)])
