@@ -189,6 +189,13 @@ class SweepRunner:
                     raise DataError(f"{folder.path}: {DATA_CHANGED}")
             if errors:
                 failed[trial.folder] = f"{trial.label}: {errors[0]}"
+        precisions = sorted({result["precision"] for result in results.values() if "precision" in result})
+        if len(precisions) > 1:
+            computed = " and in ".join(precisions)
+            console.warn(
+                f"{folder.path}: trainings were computed in {computed}, by their machines or widths; --precision sets "
+                "one for all"
+            )
         result = build_result(self.scores, trials, results, failed, compared=bool(run.config.compare))
         result["differs_from_paper"] = run.differs
         if world.leads:

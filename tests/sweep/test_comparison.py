@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from dpn_cli.config.load import build, from_settings, read_config
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DpnError, NonFiniteError, StoppedError
-from dpn_cli.run import distributed, signals
+from dpn_cli.run import distributed, precision, signals
 from dpn_cli.sweep.grid import SweepConfig, Trial, settings_of
 from dpn_cli.sweep.pairs import build_result, print_tables
 from dpn_cli.weights.backbone import export_backbone, load_backbone
@@ -379,6 +379,21 @@ def test_a_comparison_logs_every_score_and_says_what_one_seed_shows(
     result = json.loads((tmp_path / "one/result.json").read_text())["compare"]["networks"]
     assert scores == [(name, f"{result[name]['top1']['mean']:.2f}") for name in ("none", "dpn")]
     assert "Each network has one seed" in " ".join(completed.stdout.split())
+
+
+def test_trainings_of_two_precisions_are_warned_of(
+    commands: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "has_bf16_products", lambda: True)
+    monkeypatch.setattr(precision, "LEAST_WIDTH", 64)
+    command = [*commands["highres"], "--compare", "arch=mu/8;arch=nano/8", "-o"]
+    mixed = run_dpn(*command, str(tmp_path / "mixed"))
+    warning = "trainings were computed in bf16 and in fp32, by their machines or widths; --precision sets one for all"
+    assert warning in " ".join(mixed.stderr.split())
+    assert {json.loads(path.read_text())["precision"] for path in (tmp_path / "mixed").rglob("seed0/result.json")} == {
+        "bf16", "fp32",
+    }  # fmt: skip
+    assert warning not in " ".join(run_dpn(*command, str(tmp_path / "one"), "--precision", "fp32").stderr.split())
 
 
 def test_two_seeds_are_no_single_one(capsys: pytest.CaptureFixture[str]) -> None:

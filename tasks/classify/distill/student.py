@@ -60,8 +60,8 @@ def with_teacher_defaults(config: DistillConfig, teacher: Classifier) -> Distill
     """Return the config with the teacher's defaults: crop and flip of images, and the start.
 
     Images are those on which the teacher is evaluated: whole ones or their centre. A teacher that was trained without
-    flips may read digits. Raises `DpnError` as `start_of` does, for a `crop_area` of images that are not cropped at random, and for an
-    `eval_resize` smaller than the teacher's images.
+    flips may read digits. Raises `DpnError` as `start_of` does, for a `crop_area` of images that are not cropped at
+    random, and for an `eval_resize` smaller than the teacher's images.
     """
     data, teacher_data = config.data, (teacher.facts.get("config") or {}).get("data") or {}
     crop = data.crop or ("whole" if teacher.resize_side is None else "centre")
