@@ -81,7 +81,7 @@ def measure_speed(arch: str, side: int, rows: int, steps: int, rounds: int, *, c
     forward = {name: statistics.median(values) for name, values in passes.items()}
     row = [
         f"{arch} at {side}, {rows} images",
-        *(f"{rows / step[name]:.3g}" for name in ("timm", "fp32", "bf16", "auto")),
+        *(f"{rows / step[name]:.4g}" for name in ("timm", "fp32", "bf16", "auto")),
         precision_of(AUTO, CPU, ours),
         f"{step['timm'] / step['auto']:.2f}",
         f"{min(step['fp32'], step['bf16']) / step['auto']:.2f}",
