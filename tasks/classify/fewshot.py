@@ -214,8 +214,8 @@ def encode_splits(
 
 
 def _source_of(options: ProbeOptions, exif: bool = False) -> ImageSource:
-    asked = options.reading
-    reading = ReadOptions(asked.decode, asked.max_pixels, exif=exif if asked.exif is None else asked.exif)
+    own = options.reading
+    reading = ReadOptions(own.decode, own.max_pixels, exif=exif if own.exif is None else own.exif)
     columns = options.image_column, options.label_column
     return ImageSource(options.source, options.val_source, options.val_fraction, *columns, reading)
 

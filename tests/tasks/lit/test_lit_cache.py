@@ -351,7 +351,9 @@ def test_unreadable_images_are_named_or_left_out_and_counted(tmp_path: Path) -> 
 
 def test_sentences_belong_to_the_images_that_could_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     split: Any = SimpleNamespace(captions=[("0",), ("1", "1"), ("2",), ("3", "3")])
-    towers: Any = SimpleNamespace(encode_texts=lambda texts: torch.eye(4)[[int(text) for text in texts]])
+    towers: Any = SimpleNamespace(
+        text=torch.nn.Linear(4, 4), encode_texts=lambda texts: torch.eye(4)[[int(text) for text in texts]]
+    )
     monkeypatch.setattr("tasks.lit.encode.encode_all", lambda *of: (torch.eye(4)[[0, 2, 3]], [0, 2, 3]))
     actual = retrieval_scores(towers, split, make_encoder(), None, Runtime(), ALONE, QUIET)
     assert {actual["image_to_text@1"], actual["text_to_image@1"]} == {100}

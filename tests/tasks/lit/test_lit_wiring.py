@@ -283,8 +283,13 @@ def test_the_configs_data_are_opened(pairs: Path) -> None:
         "skip_bad_images": True,
         "decode": "pillow",
         "max_pixels": 1000,
+        "exif": False,
     }
-    expected = CaptionSource(str(pairs), "other.csv", 0.25, "images", "a", "b", True, ReadOptions("pillow", 1000))
+    reading = ReadOptions("pillow", 1000)
+    expected = CaptionSource(str(pairs), "other.csv", 0.25, "images", "a", "b", True, reading)
+    assert source_of(config_of(pairs, data=data | {"exif": True})) == replace(
+        expected, reading=replace(reading, exif=True)
+    )
     assert source_of(config_of(pairs, data=data)) == expected
 
 
