@@ -16,7 +16,7 @@ BUILT := onedl-mmsegmentation onedl-mmcv
 FOR := 3.12
 LINUX := $(foreach glibc,2_28 2_27 2_24 2_17 2_12 2_5,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64
 
-.PHONY: demo test test-slow test-oldest lint names mutate wheels clean
+.PHONY: demo test test-slow test-oldest lint names docs mutate wheels clean
 
 demo: $(VENV)/.installed
 	$(RUN)/dpn finetune vtab --data demo --compare none,dpn --overwrite
@@ -38,6 +38,11 @@ lint: $(VENV)/.installed names
 # Names, words, docstrings and help that break the rules of CONTRIBUTING.md.
 names: $(VENV)/.installed
 	$(RUN)/python $(PYTEST) tests/project/test_names.py
+
+# The site of docs/ in site/; a link that leads nowhere ends it.
+docs: $(VENV)/.installed
+	$(RUN)/python docs/make_commands.py
+	$(RUN)/zensical build --strict --clean
 
 # Mutants of FILE that the tests do not notice; TESTS are those of its folder where none are named. The file is changed in
 # place and put back: commit first.
@@ -75,4 +80,4 @@ wheels: $(VENV)/.installed
 	du -sh wheels
 
 clean:
-	rm -rf $(VENV) $(OLDEST) runs dist wheels .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLDEST) runs dist wheels site .cache .mypy_cache .ruff_cache .pytest_cache

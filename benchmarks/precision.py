@@ -97,50 +97,44 @@ def write_captions(cifar: Path, folder: Path, each: int) -> Path:
     """Write a table of captions of CIFAR's first training images, in templates of their classes' names."""
     lines = ["image\tcaption"]
     for images in sorted((cifar / "train").iterdir()):
-        paths = sorted(images.iterdir())[:each]
-        lines += [
-            f"{path.resolve()}\t{TEMPLATES[n % len(TEMPLATES)].format(images.name)}" for n, path in enumerate(paths)
-        ]
+        for number, path in enumerate(sorted(images.iterdir())[:each]):
+            lines.append(f"{images.name}/{path.name}\t{TEMPLATES[number % len(TEMPLATES)].format(images.name)}")
     table = folder / "captions.tsv"
     table.write_text("\n".join(lines) + "\n")
     return table
 
 
-def tasks_of(cifar: Path, folder: Path) -> dict[str, tuple[list[str], Callable[[dict[str, Any]], float]]]:
-    """Return the options of each task's training, and its score in percent by its result."""
+def tasks_of(cifar: Path, folder: Path) -> dict[str, tuple[str, Callable[[dict[str, Any]], float]]]:
+    """Return the command of each task's training, and its score in percent by its result."""
     link_images(cifar, folder, 100)
-    data, scenes = str(folder / "data"), ["--data", "demo"]
-    small = ["--no-report", "--device", "cpu"]
-    own = [*small, "--data", data, "--augment", "none", "--set", "data.minival=0"]
-    tower = ["--checkpoint", str(folder / "pretrain" / "fp32-0")]
-    captions = [*small, "--data", str(write_captions(cifar, folder, 500)), "--zeroshot-data", str(folder / "scored")]
+    own, tower = f"--data {folder / 'data'} --set data.minival=0", f"--checkpoint {folder / 'pretrain' / 'fp32-0'}"
+    captions = f"--data {write_captions(cifar, folder, 500)} --images {cifar / 'train'}"
     return {
         "pretrain": (
-            ["pretrain", "--arch", "Ti/8", "--image-size", "32", "--steps", "400", "-b", "64", *own],
-            lambda r: r["top1"],
+            f"pretrain --arch Ti/8 --image-size 32 --augment none --steps 400 -b 64 {own}",
+            lambda result: result["top1"],
         ),
         "finetune highres": (
-            ["finetune", "highres", *tower, "--image-size", "48", "--steps", "200", "-b", "64", *own],
-            lambda r: r["top1"],
+            f"finetune highres {tower} --image-size 48 --steps 100 -b 64 {own}",
+            lambda result: result["top1"],
         ),
         "finetune vtab": (
-            ["finetune", "vtab", *tower, *scenes, *small, "--image-size", "32", "--steps", "60"], lambda r: r["mean"],
+            f"finetune vtab {tower} --data demo --tasks demo_color,demo_count --image-size 32 --steps 60",
+            lambda result: statistics.fmean(task["test"]["mean"] for task in result["tasks"].values()),
         ),
         "lit train": (
-            ["lit", "train", *tower, *captions, "--text-size", "Ti", "--steps", "100", "-b", "128"],
-            lambda r: r["zeroshot"]["top1"],
+            f"lit train {tower} {captions} --zeroshot-data {folder / 'scored'} --text-size Ti --steps 100 -b 128",
+            lambda result: result["zeroshot"]["top1"],
         ),
-        "segment": (
-            ["segment", "ade20k", *tower, *scenes, *small, "--steps", "200", "-b", "16"], lambda r: r["miou"],
-        ),
-    }  # fmt: skip
+        "segment": (f"segment ade20k {tower} --data demo --steps 200 -b 16", lambda result: result["miou"]),
+    }
 
 
 def compare_scores(cifar: Path, folder: Path, seeds: int, only: str) -> None:
     """Train every task in both precisions with each seed, and print the paired differences as a table."""
     print("| task | fp32 | bf16 | difference, 95 % interval | seconds, fp32 : bf16 |")
     print("|---|---|---|---|---|")
-    for task, (options, score_of) in tasks_of(cifar, folder).items():
+    for task, (command, score_of) in tasks_of(cifar, folder).items():
         if only and task not in only.split(","):
             continue
         scores: dict[str, list[float]] = {"fp32": [], "bf16": []}
@@ -150,7 +144,8 @@ def compare_scores(cifar: Path, folder: Path, seeds: int, only: str) -> None:
                 run = folder / task.replace(" ", "-") / f"{precision}-{seed}"
                 seeded = ["--set", f"seeds=[{seed}]"] if task == "finetune vtab" else ["--seed", str(seed)]
                 if not (run / "result.json").is_file():
-                    run_dpn(*options, *seeded, "--precision", precision, "-o", str(run), "--overwrite", "-q")
+                    asked = ["--precision", precision, "--device", "cpu", "-o", str(run), "--overwrite"]
+                    run_dpn(*command.split(), *seeded, *asked, "--no-report", "-q")
                 result = json.loads((run / "result.json").read_text())
                 assert result["precision"] == precision
                 values.append(score_of(result))

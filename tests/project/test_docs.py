@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import itertools
 import re
 import shlex
@@ -218,8 +219,9 @@ def test_files_and_options_that_sentences_name_exist(page: Path) -> None:
             assert span.split()[0].split("=")[0] in known, span
 
 
-def test_every_page_can_be_reached_from_the_index() -> None:
-    observed, todo = set[Path](), [ROOT / "docs" / "index.md"]
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    """The site has the pages of docs/ alone, so these do not name others."""
+    observed, todo = set[Path](), [README]
     while todo:
         page = todo.pop()
         if page in observed or page.suffix != ".md" or not page.is_file():
@@ -228,6 +230,7 @@ def test_every_page_can_be_reached_from_the_index() -> None:
         targets = re.findall(r"\]\(([^)\s#]+)[^)]*\)", FENCE.sub("", page.read_text(encoding="utf-8")))
         todo += [(page.parent / target).resolve() for target in targets if "://" not in target]
     assert set(PAGES) <= observed
+    assert not [page for page in PAGES[2:] if "../README" in page.read_text(encoding="utf-8")]
 
 
 def read_table(page: str, header: str) -> list[list[str]]:
@@ -247,3 +250,26 @@ def test_every_weight_format_has_a_row_in_the_documentation() -> None:
     titles = {"open_clip (timm trunk)": "timm trunks", "DTN": "dynamic token normalization", "SLAB": "slab's"}
     for weight_format in FORMATS:
         assert any(titles.get(weight_format.name, weight_format.name).lower() in row for row in rows)
+
+
+def test_the_page_of_commands_is_that_of_the_program() -> None:
+    """It has every option of every command, and no other."""
+    spec = importlib.util.spec_from_file_location("make_commands", ROOT / "docs" / "make_commands.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.PAGE.read_text(encoding="utf-8") == module.page(), "run: python docs/make_commands.py"
+
+
+def test_the_site_has_every_page() -> None:
+    def pages(entries: list[Any]) -> list[str]:
+        found = []
+        for entry in entries:
+            for value in [entry] if isinstance(entry, str) else entry.values():
+                found += [value] if isinstance(value, str) else pages(value)
+        return found
+
+    site = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
+    written = sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
+    assert sorted(pages(site["nav"])) == written
