@@ -2,6 +2,11 @@
 
 import signal
 import sys
+from pathlib import Path
+
+if __name__ == "__main__" and not sys.flags.safe_path and sys.path[0] != str(Path(__file__).parents[1]):
+    # Python puts the working directory first, and a stranger's tasks.py may lie there.
+    sys.path.append(sys.path.pop(0))
 
 try:
     from dpn_cli.cli import main
