@@ -241,10 +241,14 @@ def mark_unused(path: Path) -> None:
 def make_room(copy: Path) -> None:
     """Delete the files of the cache that were used longest ago, until it fits its limit with `copy`.
 
-    Shards go first: the lists of what is in them are small, and fetching one again means fetching its shard. Raises
-    `DpnError` when the copy alone is above the limit.
+    Shards go first: the lists of what is in them are small, and fetching one again means fetching its shard. Returns
+    without having done anything where another thread has deleted the copy to make room for its own. Raises `DpnError`
+    when the copy alone is above the limit.
     """
-    limit, size = cache_bytes(), copy.stat().st_size
+    try:
+        limit, size = cache_bytes(), copy.stat().st_size
+    except FileNotFoundError:
+        return
     if size > limit:
         raise DpnError(
             f"DPN_CACHE_GB={limit / 1e9:g}: a file of {size / 1e9:.3g} GB is needed; allow more for the cache "

@@ -268,6 +268,8 @@ def test_needed_shards_stay_cached_and_the_others_make_room(tmp_path: Path, monk
     paths[2].write_bytes(b"x")
     remote.make_room(paths[2])
     assert [path.exists() for path in paths] == [False, False, True, False]
+    remote.make_room(paths[1])  # which another thread has deleted
+    assert [path.exists() for path in paths] == [False, False, True, False]
 
 
 def test_prefetching_stays_within_the_cache() -> None:
