@@ -94,14 +94,16 @@ def test_validation_data_of_their_own_are_scored(finished: tuple[Path, Path], tm
     assert (counts(both), both["part"]) == ((5, 0), None)
     assert both["retrieval"] == scored(network, other)["retrieval"]
     assert both["data"] == str(other)
-    for part, first in (("seen", 12), ("unseen", 14)):
-        for number in range(2):
-            (tmp_path / part / f"class{number}").mkdir(parents=True)
-            shutil.copy(tmp_path / "new" / f"{first + number}.png", tmp_path / part / f"class{number}")
+    for part, numbers in (("seen", (12, 13)), ("unseen", (14, 15, 16))):
+        for number in numbers:
+            folder = tmp_path / part / f"class{number % 2}"
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copy(tmp_path / "new" / f"{number}.png", folder)
     options = "--prompts", "plain", "--force"
     labelled = scored(network, tmp_path / "seen", "--val-data", str(tmp_path / "unseen"), *options)
-    assert labelled["top1"] == scored(network, tmp_path / "unseen", *options)["top1"]
-    assert labelled["fingerprint"] == scored(network, tmp_path / "unseen", *options)["fingerprint"]
+    expected = scored(network, tmp_path / "unseen", *options)
+    assert (labelled["images"], labelled["top1"]) == (3, expected["top1"])
+    assert labelled["fingerprint"] == expected["fingerprint"]
 
 
 def facts_of(source: CaptionSource, **data: Any) -> Json:
