@@ -26,9 +26,11 @@ def walk(command: Any, words: tuple[str, ...] = ("dpn",)) -> Iterator[tuple[str,
     """Yield every command that does something, with its words."""
     names = getattr(command, "commands", None)
     if names is None or command.invoke_without_command:
-        yield " ".join(words).replace("dpn eval score", "dpn eval"), command
+        yield " ".join(words), command
     for name in names or ():
-        yield from walk(command.get_command(None, name), (*words, name))
+        # A group may have a command that it runs without a name.
+        own = () if name == getattr(command, "default", None) else (name,)
+        yield from walk(command.get_command(None, name), (*words, *own))
 
 
 def cell(text: str) -> str:

@@ -26,6 +26,7 @@ from dpn_cli.run.checkpoints import Checkpoints, Empty, State
 from dpn_cli.run.console import print_message
 from dpn_cli.run.cores import cores, other_programs_seconds
 from dpn_cli.run.distributed import World, barrier, from_all, from_leader, max_over_ranks, run_on_leader
+from dpn_cli.run.precision import precision_of
 from dpn_cli.weights.backbone import Backbone
 
 # One step warms up and two are timed; the state is saved after those, and the last step is taken again from there.
@@ -99,6 +100,7 @@ def dry_run_fit(build_setup: Callable[[], DryRunSetup], name: str, run_folder: P
     start_time, others = time.perf_counter(), other_programs_seconds()
     scene = build_setup()
     job, world, workers, scored = scene.job, scene.job.world, scene.workers, scene.sampled.images
+    print_message(f"dry run of {name}: in {precision_of(job.runtime, world.device, scene.model)}")
     steps, states, evaluated = job.schedule.steps, _states(job), _count_evaluated(job, scene.sampled)
     with _scratch(run_folder, world) as scratch:
         with closing(job.batches(0)) as stream:

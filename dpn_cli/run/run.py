@@ -80,7 +80,10 @@ class Run(Generic[ConfigT]):
         return claim(self.folder.path, on_wait=signals.check_here) if first else nullcontext()
 
     def record_precision(self, runtime: Runtime, *networks: nn.Module) -> None:
-        """Save the precision in which networks are trained in run.json; a resumed run in another one warns."""
+        """Save in run.json the precision of the networks that take part in a training; the widest one decides.
+
+        Warns when a resumed run continues in another one.
+        """
         precision, saved = announce_precision(runtime, self.world, self.console, *networks), self.folder.precision
         if saved not in (None, precision):
             self.console.warn(

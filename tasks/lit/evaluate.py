@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dpn_cli.config.paths import CAPTIONS, CLASS_FOLDERS, check_location
 from dpn_cli.data import image_source
 from dpn_cli.data.decode import ReadOptions, options_of_run
 from dpn_cli.data.leakage import Overlap, count_overlap
@@ -39,13 +40,14 @@ def evaluate(options: LitEvalOptions, console: Console) -> Json | None:
     with signals.listen(signals.NO_RESULT), join(options.runtime.device) as world:
         if options.output_dir and world.leads:
             open_report(options.output_dir)
+        check_location("--val-data", options.val_source, CAPTIONS if options.captioned else CLASS_FOLDERS)
         towers = load_towers(options.run).to(world.device)
         reading = options_of_run(options.reading, towers.decoder, towers.exif)
         scored = _retrieval if options.captioned else zeroshot
         result = {
             "task": "lit eval",
             "run": options.run,
-            "data": options.source if options.split not in (None, "val") else options.val_source or options.source,
+            "data": options.val_source or options.source,
             "tokenizer": towers.tokenizer.to_dict(),
             "decoder": reading.versions(),
             "precision": announce_precision(options.runtime, world, console, towers.image, towers.text),

@@ -96,7 +96,12 @@ class LitEvalOptions(EvaluationOptions):
     batch_size: ForwardBatchSize = 64
 
     @model_validator(mode="after")
-    def _shifts_fit(self) -> LitEvalOptions:
+    def _options_fit(self) -> LitEvalOptions:
+        if self.val_source and self.split not in (None, "val"):
+            raise ValueError(
+                f"--split {self.split}: --val-data names the val images; leave one of them out, or pass {self.split} "
+                "images as --data"
+            )
         if self.shift.names and self.captioned:
             raise ValueError("--shifts: of zero-shot accuracy alone; pass labelled images as --data")
         return self

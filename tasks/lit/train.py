@@ -81,7 +81,7 @@ def train(run: Run[LitConfig]) -> Json:
         if root:  # and an unreadable image to be scored on before anything is trained
             cached_features(val, plain, root, world, console)
         training = _TextTraining(run, pairs, tower, tokenizer, facts)
-        run.record_precision(config.runtime, training.text)
+        run.record_precision(config.runtime, training.text, tower)
         with run.outputs("lit", run.tracker(config.runtime.report_to)) as outputs:
             job = job_of(training.config, training.text, training.batches(), world, outputs)
             fit_result = engine.fit(engine.prepare(training.text, config.runtime, world), job)

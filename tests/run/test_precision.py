@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,9 @@ def test_every_command_computes_in_the_chosen_precision(
     for name in ("photos", "pairs", "scenes"):
         (tmp_path / name).symlink_to(data / name)
     expected, dtype = ("bf16", torch.bfloat16) if asked == "auto" else ("fp32", torch.float32)
+    dry = run_dpn(*COMMANDS[task][0], "--precision", asked, "--device", "cpu", "--dry-run")
+    assert re.search(rf"^dry run of .*: in {expected}$", dry.stderr, re.MULTILINE), dry.output
+    computed.clear()
     for command in COMMANDS[task]:
         ended = run_dpn(*command, "--precision", asked, "--device", "cpu", "--json")
         assert ended.exit_code == 0, ended.output

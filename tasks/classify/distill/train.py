@@ -78,7 +78,7 @@ class Distillation:
         for stage, steps in stages.items():
             if steps and self._stage_note(stage) is None:
                 config, student, path = self._prepare_stage(stage, previous_stage, steps)
-                self.run.record_precision(config.runtime, student)
+                self.run.record_precision(config.runtime, student, self.teacher)
                 with self.run.outputs("distill" if stage == "all" else stage, track, path) as outputs:
                     observed, job = self.job(config, student, outputs, first)
                     fit_result = engine.fit(engine.prepare(observed, config.runtime, self.world), job)

@@ -101,6 +101,10 @@ def test_validation_data_of_their_own_are_scored(finished: tuple[Path, Path], tm
             shutil.copy(tmp_path / "new" / f"{number}.png", folder)
     options = "--prompts", "plain", "--force"
     labelled = scored(network, tmp_path / "seen", "--val-data", str(tmp_path / "unseen"), *options)
+    missing = run_dpn("lit", "eval", str(network), "--data", str(pairs), "--val-data", "missing.csv")
+    assert (missing.exit_code, "--val-data missing.csv: no such file or folder" in missing.output) == (3, True)
+    two = run_dpn("lit", "eval", str(network), "--data", str(pairs), "--val-data", str(other), "--split", "test")
+    assert (two.exit_code, "--split test: --val-data names the val images" in " ".join(two.output.split())) == (2, True)
     expected = scored(network, tmp_path / "unseen", *options)
     assert (labelled["images"], labelled["top1"]) == (3, expected["top1"])
     assert labelled["fingerprint"] == expected["fingerprint"]

@@ -10,6 +10,7 @@ import pytest
 from dpn_cli.config.schema import Optim
 from dpn_cli.engine import planning
 from dpn_cli.engine.footprint import step_bytes
+from dpn_cli.run import precision
 from dpn_cli.weights.backbone import load_backbone
 from support.cli import run_dpn
 
@@ -43,6 +44,17 @@ def test_hours_are_the_flops_of_all_trainings_at_half_the_measured_rate(ranks: i
     assert one["evaluation_seconds"] == pytest.approx((12 * 200 + 2 * 1000 + 3 * TESTED) * forward)
     assert one["hours"] == pytest.approx((1200 * one["step_seconds"] + one["evaluation_seconds"]) / 3600)
     assert result["hours"] == one["hours"]
+
+
+def test_a_plan_is_priced_in_the_precision_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"fp32": 1e12, "bf16": 4e12}
+    monkeypatch.setattr(planning, "matrix_rate", lambda device, name: rates[name])
+    plans = {name: planned("--precision", name)["networks"][0] for name in ("auto", "fp32", "bf16")}
+    assert plans["auto"] == plans["fp32"]  # the tests' machine has no products of bf16
+    monkeypatch.setattr(precision, "has_bf16_products", lambda: True)
+    assert planned()["networks"][0] == plans["bf16"]
+    assert plans["bf16"]["step_seconds"] == pytest.approx(plans["fp32"]["step_seconds"] / 4)
+    assert plans["bf16"]["memory"] < plans["fp32"]["memory"]
 
 
 @pytest.mark.slow
