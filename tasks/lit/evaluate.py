@@ -47,7 +47,7 @@ def evaluate(options: LitEvalOptions, console: Console) -> Json | None:
         result = {
             "task": "lit eval",
             "run": options.run,
-            "data": options.val_source or options.source,
+            "data": options.source if options.split == "train" else options.val_source or options.source,
             "tokenizer": towers.tokenizer.to_dict(),
             "decoder": reading.versions(),
             "precision": announce_precision(options.runtime, world, console, towers.image, towers.text),

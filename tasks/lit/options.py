@@ -97,7 +97,7 @@ class LitEvalOptions(EvaluationOptions):
 
     @model_validator(mode="after")
     def _options_fit(self) -> LitEvalOptions:
-        if self.val_source and self.split not in (None, "val"):
+        if self.val_source and self.split in ("test", "all"):
             raise ValueError(
                 f"--split {self.split}: --val-data names the val images; leave one of them out, or pass {self.split} "
                 "images as --data"
