@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import multiprocessing
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,7 +21,7 @@ from dpn_cli.data.workers import follow_parent, kill_processes, watch_processes
 from dpn_cli.errors import DpnError
 from dpn_cli.run.distributed import World
 
-# Seconds for which a shard in use stays in the cache; its mark is renewed after a quarter of them.
+# Seconds for which a shard in use stays in the cache; its mark is renewed after half of them.
 RETAIN_SECONDS = 3600.0
 
 
@@ -40,7 +38,7 @@ def prefetch_shards(
     Yields a function that takes the last step whose batch has been read; call it before the first step, too. Shards
     of the batches (of this rank's `rows` images) that `workers` are making stay in the cache. Later ones are fetched
     while there is room in this rank's part of it, one of `local_ranks`. A failed fetch is left to the process that
-    reads the shard, which reports the cause. Without `needs` or `workers` nothing is fetched ahead. Raises
+    reads the shard, which reports the cause. Without `shard_uses` or `workers` nothing is fetched ahead. Raises
     `WorkerError` inside the block when the fetching process dies.
     """
     if not shard_uses or not workers or not is_remote(split):
@@ -56,8 +54,9 @@ def prefetch_shards(
     process.start()
 
     def on_step(step: int) -> None:
-        if shards := window.advance(step):
-            sender.send(shards)
+        fetched, released = window.advance(step)
+        if fetched or released:
+            sender.send((fetched, released))
 
     try:
         with watch_processes([process]):
@@ -74,13 +73,12 @@ class PrefetchWindow:
         self.paths, self.iter_shard_uses, self.lookahead, self.budget = shards.paths, shard_uses, lookahead, budget
         self.next_use = next(shard_uses, None)
         self.active_uses: list[ShardUse] = []
-        self.marked_at = -math.inf
 
-    def advance(self, step: int) -> list[int]:
-        """Return the shards to fetch once a step's batch has been read: for batches being made, and ahead of them.
+    def advance(self, step: int) -> tuple[list[int], set[int]]:
+        """Return the shards to fetch once a step's batch has been read, and those that no later batch reads.
 
-        Releases shards that no later batch reads, and retains the rest. If there is room, as many shards are fetched
-        ahead as are open.
+        Fetched are the shards of batches being made, and if there is room, as many ahead of them as are open. Releases
+        the shards that are not read again, and retains the rest.
         """
         last_step, fetched = step + self.lookahead, list[int]()
         ended_shards = {need.shard for need in self.active_uses if need.last <= step}
@@ -90,13 +88,12 @@ class PrefetchWindow:
             fetched.append(self.next_use.shard)
             self.next_use = next(self.iter_shard_uses, None)
         active = {need.shard for need in self.active_uses}
-        for shard in ended_shards - active:
+        released = ended_shards - active
+        for shard in released:
             remote.mark_unused(self._path(shard).cached)
-        if fetched or time.monotonic() - self.marked_at > RETAIN_SECONDS / 4:
-            self.marked_at = time.monotonic()
-            for shard in active:
-                remote.mark_used(self._path(shard).cached, RETAIN_SECONDS)
-        return fetched
+        for shard in active:  # at every step: readers fetch some themselves
+            remote.mark_used(self._path(shard).cached, RETAIN_SECONDS)
+        return fetched, released
 
     def close(self) -> None:
         """Release all shards."""
@@ -118,19 +115,36 @@ class PrefetchWindow:
 
 
 def _fetch(paths: Sequence[Shard], receiver: Connection) -> None:
-    """Fetch the shards that the parent process sends, a few in parallel."""
+    """Fetch the shards that the parent process sends, a few in parallel, unless it has released them meanwhile."""
     follow_parent(0)
+    wanted = set[int]()
+
+    def fetch(shard: int) -> None:
+        path = paths[shard]
+        assert isinstance(path, RemotePath)
+        if shard not in wanted:
+            return
+        with contextlib.suppress(DpnError):
+            path.fetch(RETAIN_SECONDS)
+        remote.mark_used(path.cached, RETAIN_SECONDS)
+        # In this order: the other thread takes a shard from `wanted` before it releases the copy.
+        if shard not in wanted:
+            remote.mark_unused(path.cached)
+
     with ThreadPoolExecutor(remote.CLIENTS) as pool:
         while True:
-            for shard in receiver.recv():
-                pool.submit(_fetch_shard, paths[shard])
-
-
-def _fetch_shard(path: Shard) -> None:
-    assert isinstance(path, RemotePath)
-    with contextlib.suppress(DpnError):
-        path.fetch()
-        remote.mark_used(path.cached, RETAIN_SECONDS)
+            fetched = list[int]()
+            while receiver.poll(0.0 if fetched else None):
+                shards, released = receiver.recv()
+                fetched += shards
+                wanted -= released
+                wanted |= set(shards)
+                for shard in released:
+                    path = paths[shard]
+                    assert isinstance(path, RemotePath)
+                    remote.mark_unused(path.cached)
+            for shard in fetched:
+                pool.submit(fetch, shard)
 
 
 def shard_bytes(path: RemotePath) -> int:

@@ -36,6 +36,8 @@ VERSIONS = ("ETag", "etag", "generation", "blob_id", "LastModified", "Last-Modif
 AGAIN = (408, 429)
 # Seconds without a write after which a copy is one that its process did not finish.
 ABANDONED = 3600.0
+# Seconds for which a new copy is not deleted to make room, so that the process that fetched it can open it.
+OPENING_SECONDS = 10.0
 # Errors of this machine's disk, which the store has no part in.
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
@@ -103,10 +105,12 @@ class RemotePath:
                 file = self.cached.open(mode)
                 mark_used(self.cached)
                 return file
-            self.fetch()
+            self.fetch(OPENING_SECONDS)
 
-    def fetch(self) -> None:
+    def fetch(self, retain_seconds: float = 0.0) -> None:
         """Copy the file into the cache unless it is there; processes that want the same file wait for the first.
+
+        A new copy is marked as used for `retain_seconds` before others can see it, and delete it to make room.
 
         Raises `StoreError` when the store has no such file, does not respond or sends something else, after several
         attempts where that may help, and `SaveError` when the disk is full.
@@ -114,7 +118,7 @@ class RemotePath:
         path, digests = self.cached, list[str]()
         with claim(path, on_wait=signals.check_here):
             if not path.is_file():
-                retry(self.url, lambda: replace_file(path, lambda copy: self._download(copy, digests)))
+                retry(self.url, lambda: replace_file(path, lambda copy: self._download(copy, digests, retain_seconds)))
 
     def read_bytes(self) -> bytes:
         """Return the content of a small file, without a copy. Raises as `fetch` does, `MissingError` without a file."""
@@ -145,7 +149,7 @@ class RemotePath:
         version = " ".join(str(info[key]) for key in ("size", *VERSIONS) if info.get(key) is not None)
         return replace(self, size=info.get("size"), version=version or "unknown", expected_version=_read_digest(info))
 
-    def _download(self, copy: Path, digests: list[str]) -> None:
+    def _download(self, copy: Path, digests: list[str], retain_seconds: float) -> None:
         """Fetch the file to `copy`, check it, and make room for it. `digests` are those of copies that failed."""
         client, path = _client(self.url)
         try:
@@ -155,6 +159,7 @@ class RemotePath:
                 raise
             raise _FailedError from error  # `replace_file` would take it for the disk's
         self._check(copy, digests)
+        mark_used(copy, retain_seconds)
         make_room(copy)
 
     def _check(self, copy: Path, digests: list[str]) -> None:
