@@ -37,7 +37,7 @@ class Activations:
 
 def inspection_batch_size(model: Backbone) -> int:
     """Return how many images go through a network at a time: at most 16, fewer where attention is large."""
-    tokens = model.config.grid[0] * model.config.grid[1] + 1
+    tokens = model.config.grid[0] * model.config.grid[1] + max(1, model.config.prefix_tokens)
     return max(1, min(16, MOST_ATTENTION // (model.config.size.heads * tokens**2)))
 
 
@@ -46,7 +46,8 @@ def record_activations(model: Backbone, batches: Iterable[Tensor]) -> Activation
     """Send batches (b, 3, h, w) of uint8 pixels through a network in evaluation mode and measure it meanwhile."""
     device = model.patch_embed.proj.weight.device
     grid, patch = model.config.grid, model.config.patch
-    attention, lengths, explained = AttentionDistances(model), TokenLengths(grid[0] * grid[1]), ExplainedVariance(model)
+    attention, explained = AttentionDistances(model), ExplainedVariance(model)
+    lengths = TokenLengths(grid[0] * grid[1], model.config.has_class_token)
     images, ordinary = 0, torch.empty(0)
     with attention.record(model), lengths.record(model), explained.record(model):
         for pixels in batches:

@@ -33,15 +33,16 @@ class TokenLengths:
     """Collects the lengths of tokens while images go through a network."""
 
     patches: int
+    has_class_token: bool
     lengths_by_stage: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def add(self, stage: str, tokens: Tensor) -> None:
-        """Take tokens (b, n, d), or (b, 1 + n, d) with a class token in front."""
+        """Take tokens (b, n, d), or (b, k + n, d) with a class token or registers in front."""
         self.lengths_by_stage.setdefault(stage, []).append(tokens.float().norm(dim=-1).cpu())
 
     def summary(self) -> list[Lengths]:
         """Return the lengths at every stage, in the order of the network."""
-        return [_summary(stage, torch.cat(parts), self.patches) for stage, parts in self.lengths_by_stage.items()]
+        return [_summary(stage, torch.cat(parts), self.patches, self.has_class_token) for stage, parts in self.lengths_by_stage.items()]
 
     @contextmanager
     def record(self, model: Backbone) -> Iterator[None]:
@@ -64,11 +65,11 @@ def _blocks(model: Backbone) -> list[tuple[str, nn.Module]]:
     return [(f"block {number}", block) for number, block in enumerate(model.blocks, 1)]
 
 
-def _summary(stage: str, lengths: Tensor, patches: int) -> Lengths:
+def _summary(stage: str, lengths: Tensor, patches: int, has_class_token: bool) -> Lengths:
     of_patches = lengths[:, -patches:].double()
     # torch.quantile takes 2^24 numbers at most.
     low, high = (float(of_patches.flatten().kthvalue(_rank(share, of_patches.numel()))[0]) for share in (0.05, 0.95))
-    has_class_token = lengths.shape[1] > patches
+    has_class_token &= lengths.shape[1] > patches
     return Lengths(
         stage,
         float(of_patches.mean()),

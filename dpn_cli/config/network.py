@@ -91,7 +91,7 @@ class NormOptions(Section):
     res_scale: bool = False
     subln_init: bool = True
     stem: Literal["ln", "same"] = "ln"
-    final: Literal["ln", "same"] = "ln"
+    final: Literal["ln", "same", "none"] = "ln"
     dtn: Literal["paper", "released"] = "paper"
     dtn_statistics: Literal["both", "variance"] = "both"
     dtn_blocks: Positive | None = None
@@ -126,6 +126,10 @@ class BackboneConfig(Section):
     image_size: Annotated[Pixels | None, IMAGE_SIZE] = None
     pool: Pool | None = None
     pre_logits: bool | None = None
+    registers: NonNegativeInt | None = None
+    distillation_token: bool | None = None
+    layer_scale: Annotated[float, Field(gt=0)] | None = None
+    swiglu: bool | None = None
     drop_path: Annotated[float, Field(ge=0, lt=1)] = 0.0
     grad_checkpointing: bool = False
 

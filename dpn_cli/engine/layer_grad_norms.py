@@ -18,7 +18,9 @@ LAYERS = {
     r"(patch_embed\.norm|norm_posemb)\.": "second norm",
     r"(pos_embed|positional_embedding)$": "positions",
     r"cls_token$": "class token",
-    r"head\.": "head",
+    r"dist_token$": "distillation token",
+    r"reg_token$": "registers",
+    r"head(_dist)?\.": "head",
 }
 BLOCK = re.compile(r"(^|\.)(res)?blocks\.(\d+)\.")
 

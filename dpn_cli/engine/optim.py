@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from dpn_cli.config.schema import Optim, Schedule
 from dpn_cli.engine.fsdp import local
+from dpn_cli.model.freeze import POSITIONS, STEM
 from dpn_cli.run import distributed
 
 # Weights that big_vision does not call "/kernel", although they have more than one axis.
-NO_KERNEL = ("pos_embed", "cls_token", "positional_embedding", "token_embedding.weight")
+NO_KERNEL = ("pos_embed", "cls_token", "dist_token", "reg_token", "positional_embedding", "token_embedding.weight")
 
 
 def lr_factor(schedule: Schedule, step: int) -> float:
@@ -60,7 +61,7 @@ def is_decayed(name: str, parameter: Tensor, mask: str) -> bool:
 
 def layer_of(name: str) -> int | None:
     """Return the layer of a ViT's parameter: 0 before the blocks, i + 1 for block i, None for all after them."""
-    if name.startswith(("patch_embed.", "cls_token", "pos_embed", "norm_posemb.", "norm_pre.")):
+    if name.startswith((*STEM, *POSITIONS)):
         return 0
     return 1 + int(name.split(".")[1]) if name.startswith("blocks.") else None
 

@@ -66,7 +66,7 @@ class NormBlock(Block):  # type: ignore[misc]  # timm has no types
     def set_norms(self, config: ViTConfig, index: int) -> None:
         """Build the norms of block `index` of a network."""
         size, options = config.size, config.norm_options
-        grid = None if config.has_class_token and index >= config.class_token_at else config.grid
+        grid = None if config.prefix_tokens and index >= config.class_token_at else config.grid
         norm = partial(
             token_norm,
             config.norm_of(index),
@@ -92,9 +92,9 @@ class NormBlock(Block):  # type: ignore[misc]  # timm has no types
     def forward(self, x: Tensor, **mask: Any) -> Tensor:
         """Map tokens (b, n, d) to tokens of the same shape."""
         attention, mlp = self.norm_slots
-        y = self.attn(self.norm1(x) if attention.pre else x, **mask)
+        y = self.ls1(self.attn(self.norm1(x) if attention.pre else x, **mask))
         x = _add_residual(x, y, self.post_norm1 if attention.pre else self.norm1, self.drop_path1, attention)
-        y = self.mlp(self.norm2(x) if mlp.pre else x)
+        y = self.ls2(self.mlp(self.norm2(x) if mlp.pre else x))
         x = x if self.res_scale is None else x * self.res_scale
         return _add_residual(x, y, self.post_norm2 if mlp.pre else self.norm2, self.drop_path2, mlp)
 

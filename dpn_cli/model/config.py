@@ -42,12 +42,19 @@ class ViTConfig:
     fc_norm: bool = False  # the final norm follows the pooling instead of the blocks
     mean_beside_class_token: bool = False  # with pool=gap: blocks have a class token, and the mean leaves it out
     attn_width: int | None = None  # heads times head width where that is not the trunk's width
+    registers: int = 0  # tokens beside the patches that no head reads (arXiv 2309.16588)
+    distillation_token: bool = False  # DeiT's: its mean with the class token is the representation (arXiv 2012.12877)
+    distillation_head: bool = False  # a head of its own for the distillation token; the logits are averaged
+    layer_scale: float | None = None  # initial scale per channel of every branch (arXiv 2103.17239)
+    swiglu: bool = False  # MLPs of silu(gate) * x (arXiv 2002.05202); size.mlp is the width of each
     norm: Norm = "ln"  # of the blocks
     placement: Placement = "pre,pre"
     norm_options: NormOptions = field(default_factory=NormOptions)
 
     def __post_init__(self) -> None:
         _check_options(self)
+        if self.distillation_token and self.pool != "tok":
+            raise DpnError(f"backbone.distillation_token=true: needs pool=tok, and this network has pool={self.pool}")
         heads, grid = self.size.heads, self.grid
         if self.norm in ("gn", "dtn") and self.size.width % heads:
             raise DpnError(f"--norm {self.norm}: its groups are the {heads} heads, which do not divide the width")
@@ -56,9 +63,10 @@ class ViTConfig:
                 "--norm in: its statistics are over the tokens of an image, which has only one; use a larger "
                 "--image-size, a smaller patch, or another norm"
             )
-        if self.norm == "dtn" and self.dtn_blocks > self.size.depth - self.has_class_token:
-            most = self.size.depth - self.has_class_token
+        if self.norm == "dtn" and self.dtn_blocks > self.size.depth - (self.prefix_tokens > 0):
+            most = self.size.depth - (self.prefix_tokens > 0)
             condition = ", and the class token joins after those" if self.has_class_token else ""
+            condition = condition or (", and the registers join after those" if self.registers else "")
             remedy = f"--set backbone.norm_options.dtn_blocks={most}" if most else "a deeper --arch"
             raise DpnError(
                 f"--norm dtn: its norms mix the tokens of a whole grid in the first {self.dtn_blocks} of the blocks"
@@ -93,9 +101,19 @@ class ViTConfig:
         return self.pool == "tok" or self.mean_beside_class_token
 
     @property
+    def mlp_rows(self) -> int:
+        """Number of outputs of the first layer of a block's MLP: with SwiGLU those of the gate, too."""
+        return self.size.mlp * (2 if self.swiglu else 1)
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Number of tokens in front of those of the patches: class and distillation token, and registers."""
+        return self.has_class_token + self.distillation_token + self.registers
+
+    @property
     def class_token_at(self) -> int:
-        """Index of the block before which the class token joins the patch tokens."""
-        return (self.norm_options.class_token_at or self.dtn_blocks) if self.has_class_token else 0
+        """Index of the block before which the class token, and all others but the patches', join the patch tokens."""
+        return (self.norm_options.class_token_at or self.dtn_blocks) if self.prefix_tokens else 0
 
     def norm_of(self, block: int) -> Norm:
         """Return the norm of a block, counted from 0."""
@@ -109,7 +127,14 @@ class ViTConfig:
     def __str__(self) -> str:
         norms = "" if self.norm == "ln" else f", norm {self.norm}"
         norms += "" if self.placement == "pre,pre" else f", placement {self.placement}"
-        return f"{self.arch}, stem {self.stem}{norms}, {self.image_size[0]}x{self.image_size[1]} px"
+        parts = {
+            f"{self.registers} registers": self.registers,
+            "distillation token": self.distillation_token,
+            "LayerScale": self.layer_scale,
+            "SwiGLU": self.swiglu,
+        }
+        extra = "".join(f", {text}" for text, is_present in parts.items() if is_present)
+        return f"{self.arch}, stem {self.stem}{norms}{extra}, {self.image_size[0]}x{self.image_size[1]} px"
 
 
 def _check_options(config: ViTConfig) -> None:
@@ -120,10 +145,13 @@ def _check_options(config: ViTConfig) -> None:
         "res_scale": (config.placement == "normformer", "--placement normformer"),
         "subln_init": (config.placement == "subln", "--placement subln"),
         "stem": (
-            config.norm in OFFLINE and config.stem in ("pre", "post", "post_posemb", "dpn"),
-            f"--norm {', '.join(OFFLINE)} and --stem pre, post, post_posemb or dpn",
+            config.norm in (*OFFLINE, "rms") and config.stem in ("pre", "post", "post_posemb", "dpn"),
+            f"--norm {', '.join(OFFLINE)} or rms and --stem pre, post, post_posemb or dpn",
         ),
-        "final": (config.norm not in ("ln", "dtn") and not config.fc_norm, "a --norm other than ln and dtn"),
+        "final": (
+            config.norm_options.final == "none" or (config.norm not in ("ln", "dtn") and not config.fc_norm),
+            "a --norm other than ln and dtn",
+        ),
         "dtn": (config.norm == "dtn", "--norm dtn"),
         "dtn_statistics": (config.norm == "dtn", "--norm dtn"),
         "dtn_blocks": (config.norm == "dtn", "--norm dtn"),

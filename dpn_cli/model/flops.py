@@ -41,16 +41,19 @@ def count_macs(config: ViTConfig) -> Macs:
     weights with values, each tokens x tokens x width.
     """
     size, patches = config.size, config.grid[0] * config.grid[1]
-    width, tokens = size.width, patches + config.has_class_token
-    full_blocks = size.depth - config.class_token_at  # the blocks before the class token joins have patches only
+    width, tokens = size.width, patches + config.prefix_tokens
+    full_blocks = size.depth - config.class_token_at  # those before it joins have patches only
     block_tokens = config.class_token_at * patches + full_blocks * tokens
     attn_width = config.attn_width or width
-    ends = width * config.num_classes + (width**2 if config.pre_logits else 0)
-    if config.pool == "map":  # one query attends to all tokens, and an MLP follows
-        ends += 2 * tokens * width**2 + 2 * tokens * width + 2 * width**2 + 2 * width * size.mlp
+    read_tokens = 1 + config.distillation_head  # each by a head of its own
+    ends = read_tokens * width * config.num_classes + (
+        (1 + config.distillation_token) * width**2 if config.pre_logits else 0
+    )
+    if config.pool == "map":  # one query attends to the patches, and an MLP follows
+        ends += 2 * patches * width**2 + 2 * patches * width + 2 * width**2 + 2 * width * size.mlp
     return Macs(
         projection=patches * 3 * config.patch[0] * config.patch[1] * width,
-        blocks=block_tokens * (4 * width * attn_width + width * size.mlp),
+        blocks=block_tokens * (4 * width * attn_width + width * config.mlp_rows),
         last=block_tokens * width * size.mlp,
         attention=2 * (config.class_token_at * patches**2 + full_blocks * tokens**2) * attn_width,
         mixing=_count_mixing(config),

@@ -9,7 +9,7 @@ from torch import nn
 from dpn_cli.errors import DpnError
 from dpn_cli.model.norms import RunningNorm
 
-STEM, POSITIONS = ("patch_embed.", "norm_posemb.", "norm_pre."), ("pos_embed", "cls_token")
+STEM, POSITIONS = ("patch_embed.", "norm_posemb.", "norm_pre."), ("pos_embed", "cls_token", "dist_token", "reg_token")
 # Prefixes of the parameters that a word of --freeze names; it takes "blocks:0-5", too.
 GROUPS = {
     "stem": STEM,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from timm.layers import Attention, DropPath, Mlp
+from timm.layers import Attention, DropPath, GluMlp, Mlp, SwiGLUPacked
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
@@ -32,7 +32,8 @@ class DPNViT(VisionTransformer):
     ``forward_features(image)`` returns tokens (b, 1+n, d) after the final norm ((b, n, d) without a class token),
     ``forward_head(tokens, pre_logits=True)`` the representation (b, d). ``forward(image)`` returns logits (b, classes),
     or the representation if the network has no head. The class token joins after the position embedding, before the
-    block ``config.class_token_at``, and has no position embedding. Weights are uninitialised until `initialize` or a
+    block ``config.class_token_at``, and has no position embedding; so do the distillation token and the registers
+    behind it, in this order. With a distillation token the representation is its mean with the class token. Weights are uninitialised until `initialize` or a
     checkpoint fills them.
     """
 
@@ -48,8 +49,11 @@ class DPNViT(VisionTransformer):
             embed_dim=size.width,
             depth=size.depth,
             num_heads=size.heads if config.attn_width is None else 1,  # replaced below
-            mlp_ratio=(size.mlp + 0.5) / size.width,  # timm cuts the product off
+            mlp_ratio=(config.mlp_rows + 0.5) / size.width,  # timm cuts the product off
             class_token=config.has_class_token,
+            reg_tokens=config.registers,
+            init_values=config.layer_scale,
+            mlp_layer=SwiGLUPacked if config.swiglu else Mlp,
             global_pool={"tok": "token", "gap": "avg", "map": "map"}[config.pool],
             no_embed_class=True,
             pre_norm=config.pre_norm,
@@ -60,10 +64,13 @@ class DPNViT(VisionTransformer):
             embed_layer=partial(PatchStem, stem=config.stem, eps=config.eps, norm=stem_kind),
             norm_layer=partial(nn.LayerNorm, eps=config.eps),
             block_fn=Block if config.plain_norms else NormBlock,
-            act_layer=config.act,
+            act_layer="silu" if config.swiglu else config.act,
             weight_init="skip",
         )
         self.config = config
+        self.num_prefix_tokens = config.prefix_tokens  # where timm's methods cut the tokens
+        self.dist_token = nn.Parameter(torch.empty(1, 1, size.width)) if config.distillation_token else None
+        self.head_dist = nn.Linear(size.width, config.num_classes) if config.distillation_head else None
         self.norm_posemb = stem_norm(config.stem, "norm_posemb", size.width, config.eps, stem_kind)
         self.pre_logits = nn.Linear(size.width, size.width) if config.pre_logits else None
         if config.attn_width is not None:
@@ -75,13 +82,15 @@ class DPNViT(VisionTransformer):
         for index, block in enumerate(self.blocks):
             if isinstance(block, NormBlock):
                 block.set_norms(config, index)
-        if options.final == "same":
-            grid = None if config.has_class_token else config.grid
+        if options.final == "none":
+            self.norm = nn.Identity()
+        elif options.final == "same":
+            grid = None if config.prefix_tokens else config.grid
             self.norm = token_norm(
                 config.norm, size.width, eps=config.norm_eps, tokens=Tokens(size.heads, grid), options=options
             )
         if config.class_token_at:
-            self.blocks[config.class_token_at].register_forward_pre_hook(self._prepend_class_token)
+            self.blocks[config.class_token_at].register_forward_pre_hook(self._prepend_tokens)
         for module in self.modules():
             if isinstance(module, DropPath):
                 module.scale_by_keep = config.drop_path_rescale
@@ -90,16 +99,17 @@ class DPNViT(VisionTransformer):
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         x = self.norm_posemb(x + self.pos_embed)
-        if self.cls_token is not None and not self.config.class_token_at:
-            (x,) = self._prepend_class_token(self, (x,))
+        if not self.config.class_token_at:
+            (x,) = self._prepend_tokens(self, (x,))
         dropped: Tensor = self.pos_drop(x)
         return dropped
 
-    def _prepend_class_token(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor]:
-        """Prepend the class token to the tokens (b, n, d) that enter a module."""
+    def _prepend_tokens(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor]:
+        """Prepend class token, distillation token and registers to the tokens (b, n, d) that enter a module."""
         (x,) = inputs
+        tokens = [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
         # shape[0], not len(x), which is a plain int: torch.export would make the batch size a constant.
-        return (torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1),)
+        return (torch.cat([*(token.expand(x.shape[0], -1, -1) for token in tokens), x], dim=1) if tokens else x,)
 
     def representation(self, x: Tensor) -> Tensor:
         """Map pooled or dense tokens (..., d) to the head's input: tanh(pre_logits(x)), or x without pre-logits."""
@@ -107,8 +117,15 @@ class DPNViT(VisionTransformer):
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Pool tokens (b, n, d) to the representation (b, d), or to logits (b, classes)."""
-        x = self.head_drop(self.representation(self.fc_norm(self.pool(x))))
-        logits: Tensor = x if pre_logits else self.head(x)
+        if self.dist_token is None:
+            x = self.head_drop(self.representation(self.fc_norm(self.pool(x))))
+            logits: Tensor = x if pre_logits else self.head(x)
+            return logits
+        both = self.head_drop(self.representation(self.fc_norm(x[:, :2])))
+        if pre_logits or self.head_dist is None:
+            mean: Tensor = both.mean(1)
+            return mean if pre_logits else self.head(mean)
+        logits = (self.head(both[:, 0]) + self.head_dist(both[:, 1])) / 2
         return logits
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
@@ -121,7 +138,8 @@ class DPNViT(VisionTransformer):
         device = self.patch_embed.proj.weight.device
         self.num_classes = num_classes
         self.head = nn.Linear(self.embed_dim, num_classes, device=device) if num_classes else nn.Identity()
-        self.config = replace(self.config, num_classes=num_classes)
+        self.head_dist = None
+        self.config = replace(self.config, num_classes=num_classes, distillation_head=False)
         self.zero_head()
 
     def zero_head(self) -> None:
@@ -160,7 +178,8 @@ class DPNViT(VisionTransformer):
 
         Attention and MLP weights are Xavier-uniform, with q, k and v as separate matrices. The patch projection and
         pre-logits are LeCun-normal, the position embedding normal(1/sqrt(d)), MLP biases normal(1e-6), class token and
-        head zero.
+        head zero. What big_vision's ViT lacks is as in timm: registers normal(1e-6), the distillation token normal(0.02),
+        LayerScale constant; the halves of a SwiGLU layer are separate matrices.
         """
         g = torch.Generator().manual_seed(seed)
         for module in self.modules():
@@ -177,6 +196,9 @@ class DPNViT(VisionTransformer):
             _normal(self.pos_embed, 1 / math.sqrt(self.embed_dim), g)
         if self.cls_token is not None:
             nn.init.zeros_(self.cls_token)
+        for token, std in ((self.dist_token, 0.02), (self.reg_token, 1e-6)):
+            if token is not None:
+                _normal(token, std, g)
         if self.attn_pool is not None:
             _xavier_uniform(self.attn_pool.latent[0], g)
             pool = self.attn_pool
@@ -228,9 +250,9 @@ def _initialize_attention(layers: Sequence[nn.Linear], inputs: Iterable[Tensor],
         nn.init.zeros_(layer.bias)
 
 
-def _initialize_mlp(mlp: Mlp, g: torch.Generator) -> None:
-    for layer in (mlp.fc1, mlp.fc2):
-        _xavier_uniform(layer.weight, g)
+def _initialize_mlp(mlp: Mlp | GluMlp, g: torch.Generator) -> None:
+    for weight in (*mlp.fc1.weight.chunk(2 if isinstance(mlp, GluMlp) else 1), mlp.fc2.weight):
+        _xavier_uniform(weight, g)
     for layer in (mlp.fc1, mlp.fc2):
         _normal(layer.bias, 1e-6, g)
 

@@ -22,6 +22,7 @@ from dpn_cli.weights.locate import open_checkpoint
 from dpn_cli.weights.safetensors_io import write_weights
 
 HEAD = ("head.weight", "head.bias")
+DISTILLATION_HEAD = ("head_dist.weight", "head_dist.bias")
 # Source of a network without a weight file.
 SCRATCH = "from scratch"
 Rgb = tuple[float, float, float]
@@ -98,6 +99,10 @@ def load_backbone(
     pool: Pool | None = None,
     pre_logits: bool | None = None,
     posemb: Posemb | None = None,
+    registers: int | None = None,
+    distillation_token: bool | None = None,
+    layer_scale: float | None = None,
+    swiglu: bool | None = None,
     drop_path: float = 0.0,
     drop_path_rescale: bool = True,
     dropout: float = 0.0,
@@ -121,6 +126,10 @@ def load_backbone(
         pool: ``"tok"``, ``"gap"`` or ``"map"``; None takes the checkpoint's, or ``"tok"`` from scratch.
         pre_logits: from scratch only: add the dense tanh layer before the head.
         posemb: ``"learn"`` or ``"sincos2d"``, fixed; None takes the checkpoint's, or ``"learn"`` from scratch.
+        registers: number of register tokens; None takes the checkpoint's, or 0 from scratch. So do the next three.
+        distillation_token: DeiT's token beside the class token.
+        layer_scale: initial scale of the branches, from scratch; with a checkpoint it only says that there is one.
+        swiglu: MLPs with a gate.
         drop_path: stochastic depth rate of the last block; block l of L gets l / (L - 1) of it.
         drop_path_rescale: divide by the probability of keeping a branch (Scenic, timm); big_vision does not.
         dropout: rate after the position embedding, the attention and both layers of the MLP.
@@ -133,10 +142,22 @@ def load_backbone(
         DataError: a missing, damaged or unreachable file, or an incomplete network; lists ``-`` and ``+`` tensors.
     """
     options = None if norm_options is None else NormOptions.model_validate(dict(norm_options))
+    parts: dict[str, Any] = {
+        "registers": registers,
+        "distillation_token": distillation_token,
+        "layer_scale": layer_scale,
+        "swiglu": swiglu,
+    }
     dropped: dict[str, Any] = {"drop_path": drop_path, "drop_path_rescale": drop_path_rescale, "dropout": dropout}
     if checkpoint is None or checkpoint == "none":
         config = replace(config_from_scratch(arch, stem, norm, placement, options, image_size, pool), **dropped)
-        config = replace(config, pre_logits=bool(pre_logits), posemb=posemb or "learn", num_classes=num_classes)
+        config = replace(
+            config,
+            pre_logits=bool(pre_logits),
+            posemb=posemb or "learn",
+            num_classes=num_classes,
+            **{key: value for key, value in parts.items() if value is not None},
+        )
         report = LoadReport(SCRATCH, f"big_vision init, seed {seed}")
         model = Backbone(config, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), report)
         model.initialize(seed)
@@ -146,8 +167,13 @@ def load_backbone(
             _check_stem_agrees(source, check_stem(stem))
         _check_norms_agree(source, norm and check_norm(norm), placement and check_placement(placement), options)
         config = replace(infer_config(source, arch, pool, image_size), num_classes=num_classes, **dropped)
-        for key, value in (("pre_logits", pre_logits), ("posemb", posemb)):
-            if value not in (None, checkpoint_value := getattr(config, key)):
+        if head == "load" and config.distillation_token and DISTILLATION_HEAD[0] in source.state:
+            config = replace(config, distillation_head=True)
+        for key, value in {"pre_logits": pre_logits, "posemb": posemb, **parts}.items():
+            checkpoint_value = getattr(config, key)
+            if key == "layer_scale":  # a file has the scales, and not what they began with
+                value, checkpoint_value = value and bool(value), bool(checkpoint_value)
+            if value not in (None, checkpoint_value):
                 raise DpnError(
                     f"backbone.{key}={value}: {source.source} was trained with {checkpoint_value}; leave the key out"
                 )
@@ -314,13 +340,15 @@ def _fit_state(state: State, model: Backbone, source: Checkpoint, head: str, ali
     """Adapt the tensors, in place, to the network's image size, head and pooling."""
     config, report = model.config, model.report
     unused_prefixes = (
-        ("attn_pool.", *(() if config.has_class_token else ("cls_token",))) if config.pool == "gap" else ()
+        ("attn_pool.", "dist_token", "head_dist.", *(() if config.has_class_token else ("cls_token",)))
+        if config.pool == "gap"
+        else ()
     )
     for name in [name for name in state if unused_prefixes and name.startswith(unused_prefixes)]:
         state.pop(name)
         report.dropped.append(name)
     if head == "new":
-        report.dropped += [name for name in HEAD if state.pop(name, None) is not None]
+        report.dropped += [name for name in (*HEAD, *DISTILLATION_HEAD) if state.pop(name, None) is not None]
         if config.num_classes:
             state["head.weight"] = torch.zeros(config.num_classes, config.size.width)
             state["head.bias"] = torch.zeros(config.num_classes)

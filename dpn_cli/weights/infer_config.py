@@ -11,6 +11,10 @@ from dpn_cli.weights.formats import Checkpoint
 from dpn_cli.weights.formats.state_dict import split_positions
 
 
+# The initial value that a network with LayerScale states; weights that are loaded replace it.
+LAYER_SCALE = 1e-5
+
+
 def infer_config(
     source: Checkpoint,
     arch: str | None = None,
@@ -31,7 +35,8 @@ def infer_config(
     try:
         width, _, rows, columns = state["patch_embed.proj.weight"].shape
         depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
-        mlp = state["blocks.0.mlp.fc1.weight"].shape[0]
+        mlp = state["blocks.0.mlp.fc2.weight"].shape[1]
+        swiglu = state["blocks.0.mlp.fc1.weight"].shape[0] == 2 * mlp
         attn_width = state["blocks.0.attn.qkv.weight"].shape[0] // 3
     except (KeyError, ValueError, IndexError) as error:
         raise DataError(f"{source.source}: - {error.args[0]} is missing; not a whole ViT") from error
@@ -50,7 +55,7 @@ def infer_config(
         )
     pool, has_extra_class_token = _pooling(source, pool)
     options = source.norm_options
-    if pool != "tok" and not has_extra_class_token:
+    if pool != "tok" and not has_extra_class_token and "reg_token" not in state:
         options = options.model_copy(update={"class_token_at": None})
     file_size = None if source.grid is None else (source.grid[0] * rows, source.grid[1] * columns)
     pixels = check_image_size(image_size or file_size or 224, (rows, columns))
@@ -72,6 +77,10 @@ def infer_config(
             norm=source.norm,
             placement=source.placement,
             norm_options=options,
+            registers=state["reg_token"].shape[1] if "reg_token" in state else 0,
+            distillation_token="dist_token" in state and pool == "tok",
+            layer_scale=LAYER_SCALE if "blocks.0.ls1.gamma" in state else None,
+            swiglu=swiglu,
         )
     except DpnError as error:
         raise DpnError(f"{source.source}: {error}") from error

@@ -83,7 +83,7 @@ def read(contents: Contents) -> Checkpoint:
         grid=grid,
         renamed=renamed,
         dropped=dropped,
-        class_slot=None if grid is None else False,
+        slots=None if grid is None else (),
         posemb="learn" if "pos_embed" in state else "sincos2d",
     )
 

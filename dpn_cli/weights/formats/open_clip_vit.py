@@ -17,7 +17,6 @@ from dpn_cli.weights.formats.state_dict import (
     Contents,
     State,
     add_zero_bias,
-    fold_layer_scale,
     patch_side,
     rename,
     stem_of,
@@ -73,7 +72,7 @@ def read(contents: Contents) -> Checkpoint:
     state, renamed = rename(tower, _RULES, inner=names.__getitem__)
     state["cls_token"] = state["cls_token"].reshape(1, 1, -1)
     state["pos_embed"] = state["pos_embed"][None]
-    notes = fold_layer_scale(state) + contents.notes
+    notes = list(contents.notes)
     _channels_last(state)
     added = add_zero_bias(state, ["patch_embed.proj.weight"])
     if "head.weight" in state:
@@ -87,7 +86,7 @@ def read(contents: Contents) -> Checkpoint:
         eps=1e-5,
         act="gelu",
         pool="tok",
-        class_slot=True,
+        slots=("cls_token",),
         mean=CLIP_MEAN,
         std=CLIP_STD,
         renamed=renamed,

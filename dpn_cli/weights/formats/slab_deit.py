@@ -60,7 +60,7 @@ def read(contents: Contents) -> Checkpoint:
         eps=1e-5,
         act="gelu",
         pool="tok",
-        class_slot=True,
+        slots=("cls_token",),
         mean=IMAGENET_MEAN,
         std=IMAGENET_STD,
         norm="prepbn",

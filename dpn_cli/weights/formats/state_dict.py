@@ -27,6 +27,9 @@ Rules = Sequence[tuple[str, str]]
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
+# Tokens in front of those of the patches, in the order of `dpn_cli.model.vit`, with what a report calls them.
+PREFIX_TOKENS = {"cls_token": "class token", "dist_token": "distillation token", "reg_token": "registers"}
+
 # Modules that wrap a network when it is saved from inside a training loop.
 WRAPPERS = ("module.", "_orig_mod.", "model.")
 
@@ -47,9 +50,9 @@ class Checkpoint:
     """A weight file in our layout, with what its format fixes about the network.
 
     `mean` and `std` are those of the inputs it was trained with, on pixels in [0, 1]. `heads`, `grid` and `pool` are
-    None where the file does not say; a class token next to ``pool="gap"`` is left out of the mean. `class_slot` tells
-    whether the position embedding has an entry for the class token, before `split_positions`; None where the format
-    allows both. `renamed` maps names of the file to ours, `dropped` lists tensors outside the image tower, `added`
+    None where the file does not say; a class token next to ``pool="gap"`` is left out of the mean. `slots` are the
+    tokens beside the patches that have an entry in the position embedding, in front, before `split_positions`; None
+    where the format allows all or none of them. `renamed` maps names of the file to ours, `dropped` lists tensors outside the image tower, `added`
     those that the format lacks and ours has, with the value that leaves the function as it is. `assumed` holds, by
     fact, what the file does not state; `notes` the rest. `about` is what a file of ours says of more than the network:
     its kind, and the description of that kind.
@@ -63,7 +66,7 @@ class Checkpoint:
     heads: int | None = None
     grid: tuple[int, int] | None = None
     pool: Pool | None = None
-    class_slot: bool | None = False
+    slots: tuple[str, ...] | None = ()
     mean: Rgb = (0.5, 0.5, 0.5)
     std: Rgb = (0.5, 0.5, 0.5)
     posemb: Posemb = "learn"
@@ -134,7 +137,7 @@ def fuse_qkv(state: State, renamed: dict[str, str]) -> None:
 
 
 def split_positions(checkpoint: Checkpoint) -> None:
-    """Give the class token its own position entry, where there is one, and the rest of the table its grid.
+    """Add the position entries of the tokens beside the patches to these, and give the rest of the table its grid.
 
     Equivalent; idempotent. Without a stated grid the patches form a square. Raises `DataError` when they cannot, and
     for the entry of a missing class token.
@@ -145,17 +148,27 @@ def split_positions(checkpoint: Checkpoint) -> None:
             checkpoint.assumed["grid"] = "224 pixels (positions are computed, so the file does not say its size)"
         return
     entries, grid = posemb.shape[1], checkpoint.grid
-    slot = checkpoint.class_slot
-    if slot is None:
-        slot = "cls_token" in state and (entries == grid[0] * grid[1] + 1 if grid else not _square(entries))
-    if slot:
-        if "cls_token" not in state:
-            raise DataError("its positions have an entry for a class token, and it has no class token")
-        state["cls_token"] = state["cls_token"].float() + posemb[:, :1].float()
-        state["pos_embed"] = posemb[:, 1:]
-        entries -= 1
-        checkpoint.notes.append("the class token's position entry was added to the class token")
-    checkpoint.class_slot = False
+    slots = checkpoint.slots
+    if slots is None:
+        slots = tuple(name for name in PREFIX_TOKENS if name in state)
+        count = sum(state[name].shape[1] for name in slots)
+        if not count or not (entries == grid[0] * grid[1] + count if grid else _square(entries - count)):
+            slots = ()
+    first = 0
+    for name in slots:
+        if name not in state:
+            raise DataError(f"its positions have an entry for a {PREFIX_TOKENS[name]}, and it has none")
+        last = first + state[name].shape[1]
+        state[name] = state[name].float() + posemb[:, first:last].float()
+        checkpoint.notes.append(
+            f"the position {'entries' if last - first > 1 else 'entry'} of the {PREFIX_TOKENS[name]} "
+            f"{'were' if last - first > 1 else 'was'} added to it"
+        )
+        first = last
+    if first:
+        state["pos_embed"] = posemb[:, first:]
+        entries -= first
+    checkpoint.slots = ()
     if grid is None:
         if not _square(entries):
             raise DataError(
@@ -170,19 +183,15 @@ def _square(number: int) -> bool:
     return number > 0 and int(number**0.5) ** 2 == number
 
 
-def fold_layer_scale(state: State) -> list[str]:
-    """Multiply LayerScale (Touvron et al. 2021) into the projection before it: the same function without it.
-
-    Returns a note for the report.
-    """
-    scales = [name for name in state if re.fullmatch(r"blocks\.\d+\.ls[12]\.gamma", name)]
-    for name in scales:
-        block, branch, _ = name.rsplit(".", 2)
-        module = f"{block}.{'attn.proj' if branch == 'ls1' else 'mlp.fc2'}"
-        gamma = state.pop(name).float()
-        state[f"{module}.weight"] = gamma[:, None] * state[f"{module}.weight"].float()
-        state[f"{module}.bias"] = gamma * state[f"{module}.bias"].float()
-    return [f"{len(scales)} layer scales were multiplied into attn.proj and mlp.fc2"] if scales else []
+def pack_swiglu(state: State, renamed: dict[str, str], gate: str, value: str) -> None:
+    """Stack the gate and the values of every block's SwiGLU, separate layers of its MLP, as timm's SwiGLUPacked does."""
+    for name in [name for name in state if re.fullmatch(rf"blocks\.\d+\.mlp\.{gate}\.(weight|bias)", name)]:
+        mlp, _, leaf = name.rsplit(".", 2)
+        parts = name, f"{mlp}.{value}.{leaf}"
+        fused = f"{mlp}.fc1.{leaf}"
+        state[fused] = torch.cat([state.pop(part) for part in parts])
+        renamed.update({their_name: fused for their_name, our_name in renamed.items() if our_name in parts})
+        renamed.update(dict.fromkeys((part for part in parts if part not in renamed.values()), fused))
 
 
 def add_zero_bias(state: State, weights: Iterable[str]) -> list[str]:

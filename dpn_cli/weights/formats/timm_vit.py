@@ -21,7 +21,7 @@ from dpn_cli.weights.formats.state_dict import (
     Contents,
     State,
     add_zero_bias,
-    fold_layer_scale,
+    pack_swiglu,
     rename,
     rows_first,
     stem_of,
@@ -32,13 +32,26 @@ from dpn_cli.weights.formats.state_dict import (
 KEY = "timm"
 
 _ACTS: dict[str, Act] = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu"}
-# By what timm pools, and how many tokens stand next to those of the patches.
-_POOLS = {("token", 1): "tok", ("avg", 0): "gap", ("avg", 1): "gap", ("map", 0): "map"}
+# By what timm pools, and whether there is a class token.
+_POOLS: dict[tuple[str, bool], Pool] = {
+    ("token", True): "tok",
+    ("avg", False): "gap",
+    ("avg", True): "gap",
+    ("map", False): "map",
+}
 # NaFlexViT's embedding, as classic names. Its position embedding covers patches only.
 _NAFLEX = (
     (r"embeds\.norm_input\.(weight|bias)", r"patch_embed.norm_in.\1"),
     (r"embeds\.(proj|norm)\.(weight|bias)", r"patch_embed.\1.\2"),
-    (r"embeds\.(pos_embed|cls_token)", r"\1"),
+    (r"embeds\.(pos_embed|cls_token|reg_token)", r"\1"),
+)
+
+
+# The names of DINOv2's own code, where they are not timm's.
+_DINOV2 = (
+    (r"register_tokens", "reg_token"),
+    (r"blocks\.(\d+)\.mlp\.w12\.(weight|bias)", r"blocks.\1.mlp.fc1.\2"),
+    (r"blocks\.(\d+)\.mlp\.w3\.(weight|bias)", r"blocks.\1.mlp.fc2.\2"),
 )
 
 
@@ -56,11 +69,14 @@ def matches_naflex(names: Collection[str]) -> bool:
 
 def read(contents: Contents) -> Checkpoint:
     """Read a VisionTransformer's state dict; a `config.json` next to it says what the tensors do not."""
-    state, renamed = rename(contents.tensors)
+    state, renamed = rename(contents.tensors, _DINOV2)
     if not contents.config and KEY not in contents.metadata and dtn_vit.is_baseline(state):
         return dtn_vit.read_baseline(contents)
-    notes = fold_layer_scale(state)
-    checkpoint = Checkpoint(state, "timm", stem_of(state), 1e-6, "gelu", renamed=renamed, notes=notes, class_slot=None)
+    pack_swiglu(state, renamed, "fc1_g", "fc1_x")
+    checkpoint = Checkpoint(state, "timm", stem_of(state), 1e-6, "gelu", renamed=renamed, slots=None)
+    if state.pop("mask_token", None) is not None:
+        checkpoint.dropped.append("mask_token")
+        checkpoint.slots = ("cls_token",)  # DINOv2's own code: its registers have no positions
     return _apply_description(checkpoint, contents)
 
 
@@ -78,7 +94,7 @@ def read_naflex(contents: Contents) -> Checkpoint:
     if "pos_embed" in state:
         _, height, width, _ = state["pos_embed"].shape
         grid, state["pos_embed"] = (height, width), state["pos_embed"].flatten(1, 2)
-    notes += fold_layer_scale(state)
+    pack_swiglu(state, renamed, "fc1_g", "fc1_x")
     return _apply_description(
         Checkpoint(state, "timm NaFlexViT", stem_of(state), 1e-6, "gelu", grid=grid, renamed=renamed, notes=notes),
         contents,
@@ -99,10 +115,9 @@ def _apply_description(checkpoint: Checkpoint, contents: Contents) -> Checkpoint
         apply_facts(checkpoint, build_empty(name, arguments))
         checkpoint.eps = config.get("norm_eps", checkpoint.eps)
         checkpoint.norm = config.get("norm", checkpoint.norm)
-        if checkpoint.norm == "none" and {"norm.weight", "fc_norm.weight"}.isdisjoint(state):
-            checkpoint.norm_options = NormOptions(final="same")
         checkpoint.notes.append(f"eps, GELU, heads and pooling are those of timm's {name}, which the description names")
-        checkpoint.added += add_zero_bias(state, [name for name in state if name.endswith("attn.qkv.weight")])
+        linear = r"blocks\.\d+\.(attn\.(qkv|proj)|mlp\.fc[12])\.weight"
+        checkpoint.added += add_zero_bias(state, [name for name in state if re.fullmatch(linear, name)])
     else:
         _assume(checkpoint)
     inputs = config.get("pretrained_cfg", config)
@@ -121,10 +136,14 @@ def _assume(checkpoint: Checkpoint) -> None:
     state, assumed = checkpoint.state, checkpoint.assumed
     if _norms_inside(state):
         checkpoint.placement = "subln"
+    if "blocks.0.norm1.bias" not in state:
+        checkpoint.norm, checkpoint.norm_options = "rms", _rms_options(state)
+        checkpoint.eps = 1e-5  # that of AIMv2, timm's only networks with these norms
     if "norm_pre.weight" in state or checkpoint.placement == "subln":
         checkpoint.eps = 1e-5  # that of timm's CLIP models and BEiT-3, the only ones with these norms
     assumed["eps"] = f"eps {checkpoint.eps:g} (a bare timm file does not say)"
-    assumed["act"] = "erf GELU, in pre-norm blocks"
+    is_swiglu = len(state["blocks.0.mlp.fc1.weight"]) == 2 * state["blocks.0.mlp.fc2.weight"].shape[1]
+    assumed["act"] = f"{'SwiGLU with the gate first' if is_swiglu else 'erf GELU'}, in pre-norm blocks"
     if "cls_token" in state and "fc_norm.weight" in state:
         checkpoint.pool = "gap"
         assumed["pool"] = "pool=gap over the patches, next to a class token (its final norm follows the pooling)"
@@ -133,6 +152,14 @@ def _assume(checkpoint: Checkpoint) -> None:
     if checkpoint.format != "timm":
         assumed["positions"] = "no rotary positions"
         assumed["order"] = "patches with the channel last, timm's default for its linear projection"
+
+
+def _rms_options(state: State) -> NormOptions:
+    """Return where a network with RMSNorm in its blocks has it besides, by norms without a bias."""
+    return NormOptions(
+        final="same" if "norm.weight" in state and "norm.bias" not in state else "ln",
+        stem="same" if "patch_embed.norm.weight" in state and "patch_embed.norm.bias" not in state else "ln",
+    )
 
 
 def _norms_inside(state: State) -> bool:
@@ -165,24 +192,38 @@ def apply_facts(checkpoint: Checkpoint, model: Any) -> None:
 
     Raises `DataError` for another kind of model, or one that computes what `dpn_cli.model.vit` does not.
     """
+    from timm.layers import Attention, GluMlp, Mlp, PatchEmbed, RmsNorm, SwiGLU
+    from timm.models.deit import VisionTransformerDistilled
     from timm.models.naflexvit import NaFlexVit
     from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer
 
     kind = type(model)
     block: Any = next(iter(getattr(model, "blocks", ())), None)
-    if kind not in (VisionTransformer, NaFlexVit) or type(block) not in (Block, ResPostBlock):
+    kinds = VisionTransformer, VisionTransformerDistilled, NaFlexVit
+    if kind not in kinds or type(block) not in (Block, ResPostBlock):
         block_type = f" of {type(block).__name__}s" if block is not None else ""
         raise DataError(
             f"a {kind.__name__}{block_type}; dpn reads timm's VisionTransformer and NaFlexVit of Blocks and "
             "ResPostBlocks"
         )
     act, heads = _ACTS.get(type(block.mlp.act).__name__), block.attn.num_heads
-    pool = _POOLS.get((model.global_pool, model.num_prefix_tokens))
+    has_gate = type(block.mlp) is SwiGLU or (type(block.mlp) is GluMlp and not block.mlp.gate_last)
+    is_swiglu = has_gate and type(block.mlp.act) is nn.SiLU
+    has_class_token = getattr(model, "cls_token", None) is not None or kind is VisionTransformerDistilled
+    if kind is NaFlexVit:
+        has_class_token = model.embeds.cls_token is not None
+    pool = _POOLS.get((model.global_pool, has_class_token))
+    norm, stem = type(block.norm1), getattr(model, "patch_embed", None)
     norms_inside = [not isinstance(layer.norm, nn.Identity) for layer in (block.attn, block.mlp)]
     is_post_norm = type(block) is ResPostBlock
     unsupported = {
-        f"the activation {type(block.mlp.act).__name__}": act is None,
-        f"the norm {type(block.norm1).__name__} in its blocks": not isinstance(block.norm1, nn.LayerNorm),
+        f"{type(stem).__name__} before its blocks": kind is not NaFlexVit and type(stem) is not PatchEmbed,
+        f"{type(block.attn).__name__} in its blocks": type(block.attn) is not Attention,
+        "an RMSNorm after its pooling": type(model.fc_norm) is RmsNorm,
+        f"{type(block.mlp).__name__}s": type(block.mlp) is not Mlp and not is_swiglu,
+        f"the activation {type(block.mlp.act).__name__}": act is None and not is_swiglu,
+        f"the norm {norm.__name__} in its blocks": not issubclass(norm, nn.LayerNorm) and norm is not RmsNorm,
+        "norms of queries and keys": not isinstance(block.attn.q_norm, nn.Identity),
         "a norm inside its attention or its MLP alone": any(norms_inside) and not all(norms_inside),
         "norms inside its attention and MLP and after them": is_post_norm and any(norms_inside),
         f"pooling {model.global_pool!r} over {model.num_prefix_tokens} tokens next to the patches": pool is None
@@ -196,10 +237,15 @@ def apply_facts(checkpoint: Checkpoint, model: Any) -> None:
         if is_present:
             raise DataError(f"its model has {feature}; dpn's has not")
     checkpoint.act, checkpoint.eps, checkpoint.heads = act or "gelu", block.norm1.eps, heads
+    if norm is RmsNorm:
+        checkpoint.norm, checkpoint.norm_options = "rms", _rms_options(checkpoint.state)
+    if isinstance(model.norm, nn.Identity) and isinstance(model.fc_norm, nn.Identity):
+        checkpoint.norm_options = checkpoint.norm_options.model_copy(update={"final": "none"})
     if is_post_norm:
-        checkpoint.placement, checkpoint.norm_options = "post,post", NormOptions(post="branch")
+        checkpoint.placement = "post,post"
+        checkpoint.norm_options = checkpoint.norm_options.model_copy(update={"post": "branch"})
     elif all(norms_inside):
         checkpoint.placement = "subln"
     checkpoint.pool = cast(Pool, pool)
-    if kind is VisionTransformer:
+    if kind is not NaFlexVit:
         checkpoint.grid = tuple(model.patch_embed.grid_size)

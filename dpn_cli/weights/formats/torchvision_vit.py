@@ -48,7 +48,7 @@ def read(contents: Contents) -> Checkpoint:
         std=IMAGENET_STD,
         renamed=renamed,
         pool="tok",
-        class_slot=True,
+        slots=("cls_token",),
         assumed={
             "eps": "eps 1e-6 (torchvision's default norm_layer; the file does not say)",
             "mean": "ImageNet's mean and std, as for all of torchvision's weights",

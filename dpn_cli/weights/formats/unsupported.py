@@ -13,9 +13,9 @@ REFUSED = (
         "it holds the encoder twice and a decoder; save its `encoder` alone",
     ),
     (
-        "DeiT's distilled network",
-        r"(^|\.)(dist_token|head_dist\.)",
-        "it has a second token and a second head, which a ViT does not",
+        "a timm ViT of parallel blocks",
+        r"(^|\.)blocks\.\d+\.(attns\.\d+|in_proj)\.",
+        "its blocks compute attention and MLP side by side, or several of each",
     ),
     (
         "a vit-pytorch NaViT",

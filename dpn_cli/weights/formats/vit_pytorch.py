@@ -84,7 +84,7 @@ def read(contents: Contents) -> Checkpoint:
         renamed=renamed,
         added=added,
         assumed=assumed,
-        class_slot="cls_token" in state,
+        slots=("cls_token",) if "cls_token" in state else (),
         notes=contents.notes,
         posemb="learn" if "pos_embed" in state else "sincos2d",
     )

@@ -55,7 +55,7 @@ Shapes = dict[str, tuple[int, ...]]
 def target_shapes(teacher: ViTConfig, losses: Losses) -> Shapes:
     """Return the shapes of one image's targets, by the names of `NetworkOutputs`."""
     width, patches = teacher.size.width, teacher.grid[0] * teacher.grid[1]
-    shapes: Shapes = {"tokens": (patches + teacher.has_class_token, width)} if losses.tokens else {}
+    shapes: Shapes = {"tokens": (patches + teacher.prefix_tokens, width)} if losses.tokens else {}
     if losses.representation:
         shapes["representation"] = (width,)
     if losses.logits:
@@ -63,7 +63,7 @@ def target_shapes(teacher: ViTConfig, losses: Losses) -> Shapes:
     blocks = [teacher_layer for _, teacher_layer in losses.layers]
 
     def tokens(block: int) -> int:
-        return patches + (teacher.has_class_token and block >= teacher.class_token_at)
+        return patches + (teacher.prefix_tokens if block >= teacher.class_token_at else 0)
 
     if losses.tokens:
         shapes |= {f"tokens.{pair}": (tokens(block), width) for pair, block in enumerate(blocks)}

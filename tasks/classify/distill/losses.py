@@ -51,7 +51,8 @@ class ObservedNetwork(nn.Module):
             if losses.representation:
                 outputs["representation"] = representation
             if losses.logits:
-                outputs["logits"] = network.head(representation)
+                one_head = network.head_dist is None
+                outputs["logits"] = network.head(representation) if one_head else network.forward_head(tokens)
         return {**outputs, **self._recorded}
 
     def _see_tokens(self, pair: int, module: nn.Module, inputs: tuple[Tensor, ...], tokens: Tensor) -> None:
@@ -65,7 +66,7 @@ class ObservedNetwork(nn.Module):
 
     def freeze_unused(self) -> None:
         """Freeze head and pooling if no loss depends on them."""
-        unused_prefixes = [] if self.losses.logits else ["head."]
+        unused_prefixes = [] if self.losses.logits else ["head.", "head_dist."]
         unused_prefixes += (
             [] if self.losses.logits or self.losses.representation else ["fc_norm.", "attn_pool.", "pre_logits."]
         )

@@ -84,7 +84,7 @@ def attention_multiply_adds(config: ViTConfig, losses: Losses) -> tuple[int, int
     Blocks do not return attention, so both are computed a second time; see `Observed`.
     """
     blocks = (len(losses.layers) or 1) if losses.attention else 0
-    width, tokens = config.size.width, config.grid[0] * config.grid[1] + config.has_class_token
+    width, tokens = config.size.width, config.grid[0] * config.grid[1] + config.prefix_tokens
     inner = config.attn_width or width
     return blocks * tokens * 3 * width * inner, blocks * tokens**2 * inner
 

@@ -195,12 +195,12 @@ def check_pair(config: DistillConfig, teacher: Backbone, student: Backbone) -> S
             f"losses.tokens ({losses.tokens:g}), losses.representation ({losses.representation:g}): {widths}; set both "
             "to 0 and compare the logits alone"
         )
-    layouts = [(vit_config.grid, vit_config.has_class_token) for vit_config in (student_config, teacher_config)]
+    layouts = [(vit_config.grid, vit_config.prefix_tokens) for vit_config in (student_config, teacher_config)]
     if layouts[0] != layouts[1] and losses.tokens + losses.attention:
         raise DpnError(
             f"losses.tokens ({losses.tokens:g}), losses.attention ({losses.attention:g}): the student has "
-            f"{_grid(student_config.grid)} patches, the teacher {_grid(teacher_config.grid)}, or one of them has no "
-            "class token; both have to be 0"
+            f"{_grid(student_config.grid)} patches, the teacher {_grid(teacher_config.grid)}, and beside them "
+            f"{student_config.prefix_tokens} and {teacher_config.prefix_tokens} tokens; both have to be 0"
         )
     if losses.attention and student_config.size.heads != teacher_config.size.heads:
         raise DpnError(
