@@ -42,7 +42,10 @@ class TokenLengths:
 
     def summary(self) -> list[Lengths]:
         """Return the lengths at every stage, in the order of the network."""
-        return [_summary(stage, torch.cat(parts), self.patches, self.has_class_token) for stage, parts in self.lengths_by_stage.items()]
+        return [
+            _summary(stage, torch.cat(parts), self.patches, self.has_class_token)
+            for stage, parts in self.lengths_by_stage.items()
+        ]
 
     @contextmanager
     def record(self, model: Backbone) -> Iterator[None]:
@@ -69,14 +72,13 @@ def _summary(stage: str, lengths: Tensor, patches: int, has_class_token: bool) -
     of_patches = lengths[:, -patches:].double()
     # torch.quantile takes 2^24 numbers at most.
     low, high = (float(of_patches.flatten().kthvalue(_rank(share, of_patches.numel()))[0]) for share in (0.05, 0.95))
-    has_class_token &= lengths.shape[1] > patches
     return Lengths(
         stage,
         float(of_patches.mean()),
         low,
         high,
         float(of_patches.max()),
-        float(lengths[:, 0].double().mean()) if has_class_token else None,
+        float(lengths[:, 0].double().mean()) if has_class_token and lengths.shape[1] > patches else None,
     )
 
 

@@ -276,6 +276,9 @@ def _print_inspection(facts: dict[str, Any]) -> None:
     attention = "" if facts["attn_width"] == facts["width"] else f", attention {facts['attn_width']} wide"
     parts = [name for name in ("pre_logits", "pre_norm", "fc_norm") if facts[name]]
     parts += ["a class token next to it"] if facts["mean_beside_class_token"] else []
+    parts += ["a distillation token"] if facts["distillation_token"] else []
+    parts += [f"{facts['registers']} registers"] if facts["registers"] else []
+    layers = [name for name, key in (("SwiGLU", "swiglu"), ("LayerScale", "layer_scale")) if facts[key]]
     table = Table(Column(), Column(overflow="fold"), box=None, show_header=False, padding=(0, 2, 0, 0))
     rows = {
         "file": facts["source"],
@@ -290,7 +293,7 @@ def _print_inspection(facts: dict[str, Any]) -> None:
         "pool": facts["pool"] + (f", with {', '.join(parts)}" if parts else ""),
         "head": f"{facts['classes']} outputs" if facts["classes"] else "none",
         "norms": f"{_norms(facts)}, eps {facts['eps']:g}",
-        "activation": facts["act"],
+        "activation": ", ".join([*layers] if facts["swiglu"] else [facts["act"], *layers]),
         "inputs": f"{low[0]:g} to {high[0]:g}" if is_shared else f"mean {facts['mean']}, std {facts['std']}",
         "loaded at": f"{_format_pair(facts['image_size'])} pixels",
     }

@@ -42,7 +42,7 @@ class ViTConfig:
     fc_norm: bool = False  # the final norm follows the pooling instead of the blocks
     mean_beside_class_token: bool = False  # with pool=gap: blocks have a class token, and the mean leaves it out
     attn_width: int | None = None  # heads times head width where that is not the trunk's width
-    registers: int = 0  # tokens beside the patches that no head reads (arXiv 2309.16588)
+    registers: int = 0  # tokens in front of the patches' that no head reads (arXiv 2309.16588)
     distillation_token: bool = False  # DeiT's: its mean with the class token is the representation (arXiv 2012.12877)
     distillation_head: bool = False  # a head of its own for the distillation token; the logits are averaged
     layer_scale: float | None = None  # initial scale per channel of every branch (arXiv 2103.17239)

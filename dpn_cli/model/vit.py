@@ -33,8 +33,8 @@ class DPNViT(VisionTransformer):
     ``forward_head(tokens, pre_logits=True)`` the representation (b, d). ``forward(image)`` returns logits (b, classes),
     or the representation if the network has no head. The class token joins after the position embedding, before the
     block ``config.class_token_at``, and has no position embedding; so do the distillation token and the registers
-    behind it, in this order. With a distillation token the representation is its mean with the class token. Weights are uninitialised until `initialize` or a
-    checkpoint fills them.
+    behind it, in this order. With a distillation token the representation is its mean with the class token. Weights are
+    uninitialised until `initialize` or a checkpoint fills them.
     """
 
     pos_embed: nn.Parameter
@@ -82,13 +82,8 @@ class DPNViT(VisionTransformer):
         for index, block in enumerate(self.blocks):
             if isinstance(block, NormBlock):
                 block.set_norms(config, index)
-        if options.final == "none":
-            self.norm = nn.Identity()
-        elif options.final == "same":
-            grid = None if config.prefix_tokens else config.grid
-            self.norm = token_norm(
-                config.norm, size.width, eps=config.norm_eps, tokens=Tokens(size.heads, grid), options=options
-            )
+        if options.final != "ln":
+            self.norm = self._final_norm(config)
         if config.class_token_at:
             self.blocks[config.class_token_at].register_forward_pre_hook(self._prepend_tokens)
         for module in self.modules():
@@ -96,6 +91,16 @@ class DPNViT(VisionTransformer):
                 module.scale_by_keep = config.drop_path_rescale
         if config.posemb == "sincos2d":
             self.pos_embed.requires_grad_(False)
+
+    @staticmethod
+    def _final_norm(config: ViTConfig) -> nn.Module:
+        """Build the norm after the blocks where it is another than LayerNorm, or none."""
+        if config.norm_options.final == "none":
+            return nn.Identity()
+        tokens = Tokens(config.size.heads, None if config.prefix_tokens else config.grid)
+        return token_norm(
+            config.norm, config.size.width, eps=config.norm_eps, tokens=tokens, options=config.norm_options
+        )
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         x = self.norm_posemb(x + self.pos_embed)
@@ -125,8 +130,8 @@ class DPNViT(VisionTransformer):
         if pre_logits or self.head_dist is None:
             mean: Tensor = both.mean(1)
             return mean if pre_logits else self.head(mean)
-        logits = (self.head(both[:, 0]) + self.head_dist(both[:, 1])) / 2
-        return logits
+        mean_logits: Tensor = (self.head(both[:, 0]) + self.head_dist(both[:, 1])) / 2
+        return mean_logits
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the head by a zero one (big_vision's start for fine-tuning); 0 classes removes it.
@@ -178,8 +183,8 @@ class DPNViT(VisionTransformer):
 
         Attention and MLP weights are Xavier-uniform, with q, k and v as separate matrices. The patch projection and
         pre-logits are LeCun-normal, the position embedding normal(1/sqrt(d)), MLP biases normal(1e-6), class token and
-        head zero. What big_vision's ViT lacks is as in timm: registers normal(1e-6), the distillation token normal(0.02),
-        LayerScale constant; the halves of a SwiGLU layer are separate matrices.
+        head zero. What big_vision's ViT lacks is as in timm: registers normal(1e-6), distillation token normal(0.02),
+        LayerScale constant. The halves of a SwiGLU layer are separate matrices.
         """
         g = torch.Generator().manual_seed(seed)
         for module in self.modules():
@@ -194,11 +199,7 @@ class DPNViT(VisionTransformer):
             self.pos_embed.copy_(posemb_sincos2d(self.config.grid, self.embed_dim))
         else:
             _normal(self.pos_embed, 1 / math.sqrt(self.embed_dim), g)
-        if self.cls_token is not None:
-            nn.init.zeros_(self.cls_token)
-        for token, std in ((self.dist_token, 0.02), (self.reg_token, 1e-6)):
-            if token is not None:
-                _normal(token, std, g)
+        self._initialize_tokens(g)
         if self.attn_pool is not None:
             _xavier_uniform(self.attn_pool.latent[0], g)
             pool = self.attn_pool
@@ -213,6 +214,14 @@ class DPNViT(VisionTransformer):
             if isinstance(block, NormBlock) and block.res_scale is not None:
                 nn.init.ones_(block.res_scale)
         self.zero_head()
+
+    def _initialize_tokens(self, g: torch.Generator) -> None:
+        """Fill the tokens in front of the patches'."""
+        if self.cls_token is not None:
+            nn.init.zeros_(self.cls_token)
+        for token, std in ((self.dist_token, 0.02), (self.reg_token, 1e-6)):
+            if token is not None:
+                _normal(token, std, g)
 
 
 def resample_posemb(

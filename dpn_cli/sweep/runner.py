@@ -26,7 +26,8 @@ from dpn_cli.sweep.grid import SweepConfig, Trial, format_network
 from dpn_cli.sweep.pairs import Result, build_result, print_tables
 from dpn_cli.sweep.scheduler import Work
 from dpn_cli.sweep.score_names import score_name, score_value
-from dpn_cli.weights.backbone import LoadReport, backbone_of
+from dpn_cli.weights.backbone import backbone_of
+from dpn_cli.weights.load_report import LoadReport
 from dpn_cli.weights.resolve_stem import resolve_stem
 
 # Files in the folder of a trial that has ended, and in that of a sweep in which some have failed.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -18,50 +18,15 @@ from dpn_cli.model.norms import has_running_norms, set_start_progress
 from dpn_cli.model.vit import DPNViT, posemb_sincos2d, resample_posemb
 from dpn_cli.weights.formats import Checkpoint, State, network_metadata
 from dpn_cli.weights.infer_config import infer_config
+from dpn_cli.weights.load_report import SCRATCH, LoadReport
 from dpn_cli.weights.locate import open_checkpoint
 from dpn_cli.weights.safetensors_io import write_weights
 
 HEAD = ("head.weight", "head.bias")
 DISTILLATION_HEAD = ("head_dist.weight", "head_dist.bias")
-# Source of a network without a weight file.
-SCRATCH = "from scratch"
 Rgb = tuple[float, float, float]
-
-
-@dataclass
-class LoadReport:
-    """Record of every change between a weight file and the network."""
-
-    source: str
-    format: str
-    digest: str = ""
-    network: str = ""
-    parameters: int = 0
-    renamed: dict[str, str] = field(default_factory=dict)
-    resized: list[str] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
-    new: list[str] = field(default_factory=list)
-    assumed: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def summary(self) -> str:
-        """Return the report in one line, with the first names of each list."""
-        origin = self.format if self.source == SCRATCH else f"format {self.format}"
-        parts = [f"{self.network}: {self.source} ({origin}, {self.parameters / 1e6:.2f} M parameters)"]
-        parts += [f"{len(self.renamed)} arrays renamed"] if self.renamed else []
-        lists = {"resized": self.resized, "dropped": self.dropped, "new": self.new, "assumed": self.assumed}
-        parts += [f"{label} {shorten(names)}" for label, names in lists.items() if names]
-        return "; ".join(parts + self.notes)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values for run.json."""
-        return asdict(self)
-
-
-def shorten(names: list[str], most: int = 6) -> str:
-    """Join the first `most` names with commas, and count the rest."""
-    suffix = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + suffix
+# Mean and standard deviation of inputs from -1 to 1.
+HALF: Rgb = (0.5, 0.5, 0.5)
 
 
 class Backbone(DPNViT):
@@ -126,10 +91,8 @@ def load_backbone(
         pool: ``"tok"``, ``"gap"`` or ``"map"``; None takes the checkpoint's, or ``"tok"`` from scratch.
         pre_logits: from scratch only: add the dense tanh layer before the head.
         posemb: ``"learn"`` or ``"sincos2d"``, fixed; None takes the checkpoint's, or ``"learn"`` from scratch.
-        registers: number of register tokens; None takes the checkpoint's, or 0 from scratch. So do the next three.
-        distillation_token: DeiT's token beside the class token.
-        layer_scale: initial scale of the branches, from scratch; with a checkpoint it only says that there is one.
-        swiglu: MLPs with a gate.
+        registers, distillation_token, layer_scale, swiglu: as in `ViTConfig`; None takes the checkpoint's, or none
+            from scratch. With a checkpoint `layer_scale` only says that there is one.
         drop_path: stochastic depth rate of the last block; block l of L gets l / (L - 1) of it.
         drop_path_rescale: divide by the probability of keeping a branch (Scenic, timm); big_vision does not.
         dropout: rate after the position embedding, the attention and both layers of the MLP.
@@ -143,50 +106,40 @@ def load_backbone(
     """
     options = None if norm_options is None else NormOptions.model_validate(dict(norm_options))
     parts: dict[str, Any] = {
+        "pre_logits": pre_logits,
+        "posemb": posemb,
         "registers": registers,
         "distillation_token": distillation_token,
         "layer_scale": layer_scale,
         "swiglu": swiglu,
     }
+    parts = {key: value for key, value in parts.items() if value is not None}
     dropped: dict[str, Any] = {"drop_path": drop_path, "drop_path_rescale": drop_path_rescale, "dropout": dropout}
     if checkpoint is None or checkpoint == "none":
-        config = replace(config_from_scratch(arch, stem, norm, placement, options, image_size, pool), **dropped)
-        config = replace(
-            config,
-            pre_logits=bool(pre_logits),
-            posemb=posemb or "learn",
-            num_classes=num_classes,
-            **{key: value for key, value in parts.items() if value is not None},
-        )
-        report = LoadReport(SCRATCH, f"big_vision init, seed {seed}")
-        model = Backbone(config, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), report)
+        config = config_from_scratch(arch, stem, norm, placement, options, image_size, pool)
+        config = replace(config, num_classes=num_classes, **dropped, **parts)
+        model = Backbone(config, HALF, HALF, LoadReport(SCRATCH, f"big_vision init, seed {seed}"))
         model.initialize(seed)
     else:
         source = open_checkpoint(checkpoint) if isinstance(checkpoint, str) else checkpoint
-        if stem is not None:
-            _check_stem_agrees(source, check_stem(stem))
+        _check_stem_agrees(source, check_stem(stem) if stem else None)
         _check_norms_agree(source, norm and check_norm(norm), placement and check_placement(placement), options)
         config = replace(infer_config(source, arch, pool, image_size), num_classes=num_classes, **dropped)
-        if head == "load" and config.distillation_token and DISTILLATION_HEAD[0] in source.state:
-            config = replace(config, distillation_head=True)
-        for key, value in {"pre_logits": pre_logits, "posemb": posemb, **parts}.items():
-            checkpoint_value = getattr(config, key)
-            if key == "layer_scale":  # a file has the scales, and not what they began with
-                value, checkpoint_value = value and bool(value), bool(checkpoint_value)
-            if value not in (None, checkpoint_value):
-                raise DpnError(
-                    f"backbone.{key}={value}: {source.source} was trained with {checkpoint_value}; leave the key out"
-                )
-        model = _load(source, config, head, align_corners)
-    if grad_checkpointing and has_running_norms(model):
+        model = _load(source, config, parts, head, align_corners)
+    _set_grad_checkpointing(model, grad_checkpointing)
+    model.report.parameters = sum(parameter.numel() for parameter in model.parameters())
+    model.report.network = str(model.config)
+    return model
+
+
+def _set_grad_checkpointing(model: Backbone, enabled: bool) -> None:
+    """Turn recomputation on or off. Raises `DpnError` where it would change running statistics."""
+    if enabled and has_running_norms(model):
         raise DpnError(
             f"backbone.grad_checkpointing: --norm {model.config.norm} would count every batch twice in its running "
             "statistics; use a smaller --micro-batch-size instead"
         )
-    model.report.parameters = sum(parameter.numel() for parameter in model.parameters())
-    model.report.network = str(model.config)
-    model.set_grad_checkpointing(grad_checkpointing)
-    return model
+    model.set_grad_checkpointing(enabled)
 
 
 def config_from_scratch(
@@ -285,8 +238,18 @@ def _check_norms_agree(
             )
 
 
-def _check_stem_agrees(source: Checkpoint, stem: Stem) -> None:
-    if source.stem == stem:
+def _check_parts_agree(source: Checkpoint, config: ViTConfig, parts: Mapping[str, Any]) -> None:
+    """Raise `DpnError` if requested parts of the network differ from the checkpoint's."""
+    for key, value in parts.items():
+        actual = getattr(config, key)
+        if key == "layer_scale":  # a file has the scales, and not what they began with
+            value, actual = bool(value), bool(actual)
+        if value != actual:
+            raise DpnError(f"backbone.{key}={value}: {source.source} was trained with {actual}; leave the key out")
+
+
+def _check_stem_agrees(source: Checkpoint, stem: Stem | None) -> None:
+    if stem in (None, source.stem):
         return
     retrofit = "'dpn checkpoint retrofit' for a start of training from this one; " if source.stem == "none" else ""
     raise DpnError(
@@ -296,8 +259,11 @@ def _check_stem_agrees(source: Checkpoint, stem: Stem) -> None:
     )
 
 
-def _load(source: Checkpoint, config: ViTConfig, head: str, align_corners: bool) -> Backbone:
+def _load(source: Checkpoint, config: ViTConfig, parts: Mapping[str, Any], head: str, align_corners: bool) -> Backbone:
     """Build the network and move the tensors into it. Raises as `load_backbone` does."""
+    _check_parts_agree(source, config, parts)
+    if head == "load" and config.distillation_token and DISTILLATION_HEAD[0] in source.state:
+        config = replace(config, distillation_head=True)
     report = LoadReport(
         source.source,
         source.format,

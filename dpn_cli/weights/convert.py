@@ -97,6 +97,10 @@ def inspect(source: Checkpoint, image_size: int | tuple[int, int] | None = None)
         "pre_logits": config.pre_logits,
         "pre_norm": config.pre_norm,
         "fc_norm": config.fc_norm,
+        "registers": config.registers,
+        "distillation_token": config.distillation_token,
+        "layer_scale": config.layer_scale is not None,
+        "swiglu": config.swiglu,
         "classes": None if head is None else len(head),
         "eps": config.eps,
         "act": config.act,
@@ -197,6 +201,8 @@ def timm_state(model: DPNViT) -> dict[str, Tensor]:
         "no norm where this stem has one (its NaFlexViT takes the setting and ignores it)": config.stem
         not in ("none", "post"),
         "no such norms in its blocks": _timm_blocks(config) is None,
+        "no registers in networks with a distillation token": config.distillation_token and config.registers > 0,
+        "no distillation token in networks of SwiGLU": config.distillation_token and config.swiglu,
         "no class token that joins behind the first block": config.class_token_at > 0,
         "no pre_logits layer": config.pre_logits,
         "no attention of another width than the trunk": config.attn_width is not None,
@@ -208,27 +214,33 @@ def timm_state(model: DPNViT) -> dict[str, Tensor]:
     state = dict(model.state_dict())
     if config.pre_norm:  # timm's projection has no bias then; ours goes into the positions of the patches
         state["pos_embed"] = state["pos_embed"] + state.pop("patch_embed.proj.bias")
-    if config.has_class_token:
-        state["pos_embed"] = torch.cat([torch.zeros(1, 1, config.size.width), state["pos_embed"]], dim=1)
+    if config.prefix_tokens:
+        zeros = torch.zeros(1, config.prefix_tokens, config.size.width)
+        state["pos_embed"] = torch.cat([zeros, state["pos_embed"]], dim=1)
+    if config.distillation_token and config.num_classes and not config.distillation_head:
+        state |= {f"head_dist.{leaf}": state[f"head.{leaf}"] for leaf in ("weight", "bias")}
     return state
 
 
 def _timm_blocks(config: ViTConfig) -> tuple[str, dict[str, Any]] | None:
-    """Return the name of a timm model with these norms in its blocks, and its arguments; None if timm has none."""
+    """Return the name of a timm model with such blocks and tokens, and its arguments; None if timm has none."""
+    plain = "vit_base_patch16_224"
+    if config.swiglu:
+        plain = "vit_giant_patch14_reg4_dinov2"
+    elif config.distillation_token:
+        plain = "deit_base_distilled_patch16_224"
+    options = config.norm_options.model_copy(update={"subln_init": True, "class_token_at": None})
+    final = {"final_norm": False} if options.final == "none" and not config.fc_norm else {}
     # The initialisation of Sub-LN no longer matters, and `timm_state` refuses a class token that joins late.
-    match (
-        config.norm,
-        config.placement,
-        config.norm_options.model_copy(update={"subln_init": True, "class_token_at": None}),
-    ):
+    match config.norm, config.placement, options.model_copy(update={"final": "ln"} if final else {}):
         case "ln" | "none", "pre,pre", options if options == NormOptions():
-            return "vit_base_patch16_224", {}
+            return plain, final
         case "none", "pre,pre", options if options == NormOptions(final="same"):
-            return "vit_base_patch16_224", {"final_norm": False}
+            return plain, {"final_norm": False}
         case "ln", "subln", options if options == NormOptions():
-            return "vit_base_patch16_224", {"scale_attn_norm": True, "scale_mlp_norm": True}
-        case "ln", "post,post", options if options == NormOptions(post="branch"):
-            return "vit_base_patch16_rpn_224", {"qkv_bias": True, "init_values": None}
+            return plain, {"scale_attn_norm": True, "scale_mlp_norm": True, **final}
+        case "ln", "post,post", options if options == NormOptions(post="branch") and plain == "vit_base_patch16_224":
+            return "vit_base_patch16_rpn_224", {"qkv_bias": True, **final}
     return None
 
 
@@ -244,13 +256,16 @@ def describe_timm(model: Backbone) -> dict[str, str]:
         "embed_dim": config.size.width,
         "depth": config.size.depth,
         "num_heads": config.size.heads,
-        "mlp_ratio": (config.size.mlp + 0.5) / config.size.width,  # timm cuts the product off
+        "mlp_ratio": (config.mlp_rows + 0.5) / config.size.width,  # timm cuts the product off
         "num_classes": config.num_classes,
         "class_token": config.has_class_token,
+        "reg_tokens": config.registers,
+        "no_embed_class": False,
+        "init_values": config.layer_scale,
         "global_pool": {"tok": "token", "gap": "avg", "map": "map"}[config.pool],
         "pre_norm": config.pre_norm,
         "fc_norm": config.fc_norm,
-        "act_layer": config.act,
+        "act_layer": "silu" if config.swiglu else config.act,
     }
     if config.stem == "post":
         arguments["embed_norm_layer"] = "layernorm"

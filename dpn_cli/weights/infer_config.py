@@ -10,7 +10,6 @@ from dpn_cli.model.config import ViTConfig
 from dpn_cli.weights.formats import Checkpoint
 from dpn_cli.weights.formats.state_dict import split_positions
 
-
 # The initial value that a network with LayerScale states; weights that are loaded replace it.
 LAYER_SCALE = 1e-5
 

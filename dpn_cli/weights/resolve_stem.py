@@ -7,8 +7,8 @@ from typing import TypeVar
 from dpn_cli.config.network import BackboneConfig
 from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.console import Console
-from dpn_cli.weights.backbone import LoadReport
 from dpn_cli.weights.infer_config import infer_config
+from dpn_cli.weights.load_report import LoadReport
 from dpn_cli.weights.locate import open_checkpoint
 
 BackboneT = TypeVar("BackboneT", bound=BackboneConfig)

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from dpn_cli.arch import Stem
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.model.config import ViTConfig
-from dpn_cli.weights.backbone import Backbone, LoadReport, export_backbone, load_with_head
+from dpn_cli.weights.backbone import Backbone, export_backbone, load_with_head
 from dpn_cli.weights.convert import origin_metadata
 from dpn_cli.weights.formats import Checkpoint
+from dpn_cli.weights.load_report import LoadReport
 
 Batches = Callable[[], Iterator[Tensor]]
 # Of this many images each, one is held out from the fit to measure what survives.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 from dpn_cli.config.schema import RunImageReading
 from dpn_cli.data.crops import eval_crop
 from dpn_cli.data.decode import Decoder, ReadOptions, options_of_run
+from dpn_cli.data.image_inputs import ImageInput, iter_pixels
 from dpn_cli.data.imagenet import imagenet_folders
 from dpn_cli.data.pixels import Transform
 from dpn_cli.data.resize import Size, resize
@@ -71,6 +73,18 @@ class Classifier:
     def probabilities(self, logits: Tensor) -> Tensor:
         """Map logits (b, classes) to probabilities: independent for the sigmoid loss, else adding up to one."""
         return logits.sigmoid() if self.loss == "sigmoid" else logits.softmax(-1)
+
+    def predict(self, images: ImageInput | Iterable[ImageInput], *, batch_size: int = 32) -> Tensor:
+        """Return the probabilities (n, classes), float32 on the CPU, of one image or several, as ``dpn predict`` does.
+
+        Images are prepared as in the training, and columns are in the order of `classes`. Raises as `iter_pixels` does.
+        """
+        self.model.eval()
+        device, parts = self.model.input_mean.device, []
+        pixels = iter_pixels(images, self.reading(RunImageReading()))
+        while batch := [self.transform(one) for one in itertools.islice(pixels, batch_size)]:
+            parts.append(self.probabilities(compute_logits(self, torch.stack(batch).to(device))).cpu())
+        return torch.cat(parts) if parts else torch.zeros(0, len(self.classes))
 
 
 def resize_for(size: Size) -> int:

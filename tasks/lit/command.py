@@ -16,7 +16,7 @@ from dpn_cli.run import signals
 from dpn_cli.run.console import Console, count_noun
 from dpn_cli.run.distributed import World, join
 from dpn_cli.run.run import Run, open_run, run_name
-from dpn_cli.weights.backbone import LoadReport
+from dpn_cli.weights.load_report import LoadReport
 from dpn_cli.weights.resolve_stem import resolve_stem
 from tasks.lit.batches import tokenize
 from tasks.lit.cache import cached_features

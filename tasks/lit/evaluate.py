@@ -24,7 +24,7 @@ from tasks.lit.encode import cache_root, describe_retrieval, image_encoder, retr
 from tasks.lit.eval_splits import open_part
 from tasks.lit.options import LitEvalOptions
 from tasks.lit.page_samples import NearestImages, save_prompts
-from tasks.lit.towers import Towers, load_towers
+from tasks.lit.towers import Towers, load_lit
 from tasks.lit.zeroshot import check_order, class_names, classifier_of, classify, prompt_set
 from tasks.lit.zeroshot_shifts import score_zeroshot_shifts
 
@@ -41,7 +41,7 @@ def evaluate(options: LitEvalOptions, console: Console) -> Json | None:
         if options.output_dir and world.leads:
             open_report(options.output_dir)
         check_location("--val-data", options.val_source, CAPTIONS if options.captioned else CLASS_FOLDERS)
-        towers = load_towers(options.run).to(world.device)
+        towers = load_lit(options.run).to(world.device)
         reading = options_of_run(options.reading, towers.decoder, towers.exif)
         scored = _retrieval if options.captioned else zeroshot
         result = {

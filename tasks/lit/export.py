@@ -12,7 +12,7 @@ from dpn_cli.arch import STEMS
 from dpn_cli.errors import DpnError
 from dpn_cli.run.files import replace_json, replace_text
 from dpn_cli.weights.convert import PROOF_IMAGES, PROOF_SEED
-from tasks.lit.towers import WEIGHTS, Towers, describe_towers, load_towers, save_towers
+from tasks.lit.towers import WEIGHTS, Towers, describe_towers, load_lit, save_towers
 
 Json = dict[str, Any]
 
@@ -22,14 +22,14 @@ def export(location: str, folder: Path) -> Json:
 
     Raises `DpnError` when what was loaded gives other features.
     """
-    towers = load_towers(location, "dpn lit export").to(torch.device("cpu"))
+    towers = load_lit(location, "dpn lit export").to(torch.device("cpu"))
     size = towers.image.config.image_size
     images = torch.randint(256, (PROOF_IMAGES, 3, *size), generator=torch.Generator().manual_seed(PROOF_SEED))
     digest = save_towers(towers, folder / WEIGHTS)
     # A hundred thousand characters of digests stay in the weights' file, for 'dpn lit eval' alone.
     metadata = {key: value for key, value in towers.facts.items() if key != "trained_on"}
     replace_json(folder / "config.json", {**describe_towers(towers), "facts": metadata, "sha256": digest})
-    reloaded = load_towers(str(folder)).to(torch.device("cpu"))
+    reloaded = load_lit(str(folder)).to(torch.device("cpu"))
     texts = ["a red circle", "two small objects"]
     pixels = images.to(torch.uint8)
     are_equal = torch.equal(towers.encode_images(pixels), reloaded.encode_images(pixels))
@@ -72,9 +72,9 @@ def model_card(towers: Towers, digest: str) -> str:
         f"- sha256 of `{WEIGHTS}`: {digest}",
         "",
         "```python",
-        "from tasks.lit.towers import load_towers",
+        "from tasks.lit.towers import load_lit",
         "",
-        'towers = load_towers("FOLDER")',
+        'towers = load_lit("FOLDER")',
         "images = towers.encode_images(torch.stack([towers.prepare(pixels)]))  # pixels: (h, w, 3) uint8",
         'texts = towers.encode_texts(["a red circle", "a blue square"])',
         "print(towers.probabilities(images @ texts.T))",

@@ -20,7 +20,7 @@ from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import join, refuse_ranks
 from dpn_cli.run.precision import autocast
 from tasks.lit.options import ZeroShotOptions
-from tasks.lit.towers import load_towers
+from tasks.lit.towers import load_lit
 from tasks.lit.zeroshot import build_classifier, prompt_set
 
 Json = dict[str, Any]
@@ -40,7 +40,7 @@ def predict(options: ZeroShotOptions, console: Console) -> Predictions:
     runtime = options.runtime
     with signals.listen(signals.NO_RESULT), join(runtime.device) as world:
         refuse_ranks(world, "lit predict")
-        towers = load_towers(options.run, "dpn lit predict").to(world.device)
+        towers = load_lit(options.run, "dpn lit predict").to(world.device)
         predictions = Predictions(find_image_files(options.images), options.written, console)
         reading = options_of_run(options.reading, towers.decoder, towers.exif)
         precision = autocast(runtime, world.device, towers.image, towers.text)

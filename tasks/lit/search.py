@@ -21,7 +21,7 @@ from tasks.lit.cache import problem_of
 from tasks.lit.captions import CaptionedFiles
 from tasks.lit.encode import cache_root, encode_all, image_encoder
 from tasks.lit.options import SearchOptions
-from tasks.lit.towers import load_towers
+from tasks.lit.towers import load_lit
 from tasks.lit.zeroshot import build_classifier, prompt_set
 
 
@@ -35,7 +35,7 @@ def search(options: SearchOptions, console: Console) -> Predictions | None:
         raise DpnError("--query: an empty sentence")
     reading, runtime = options.reading, options.runtime
     with signals.listen(signals.NO_RESULT), join(runtime.device) as world:
-        towers = load_towers(options.run, "dpn lit search").to(world.device)
+        towers = load_lit(options.run, "dpn lit search").to(world.device)
         predictions = Predictions(find_image_files([options.images]), PredictionFiles(html=options.html), console)
         files = find_images(options.images, predictions.paths, options.query, predictions.leave_out)
         predictions.check_any()

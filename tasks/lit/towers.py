@@ -5,8 +5,9 @@ Nothing here needs the parts that train.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from dpn_cli.arch import Size, size_name
-from dpn_cli.data.decode import Decoder, Pixels
+from dpn_cli.config.schema import RunImageReading
+from dpn_cli.data.decode import Decoder, Pixels, options_of_run
+from dpn_cli.data.image_inputs import ImageInput, iter_pixels
 from dpn_cli.data.resize import resize
 from dpn_cli.engine.memory import in_chunks
 from dpn_cli.errors import DataError
@@ -84,6 +87,21 @@ class Towers:
         logits = similarity * self.text.log_temperature.exp()
         return logits.softmax(-1) if self.text.bias is None else (logits + self.text.bias).sigmoid()
 
+    def predict(
+        self, images: ImageInput | Iterable[ImageInput], labels: Sequence[str], *, batch_size: int = 32
+    ) -> Tensor:
+        """Return the probabilities (n, labels), float32 on the CPU, of one image or several, for texts as they are.
+
+        ``dpn lit predict`` with ``--prompts plain`` does the same. Raises as `iter_pixels` does.
+        """
+        self.image.eval()
+        self.text.eval()
+        texts, parts = self.encode_texts(list(labels)), []
+        pixels = iter_pixels(images, options_of_run(RunImageReading(), self.decoder, self.exif))
+        while batch := [self.prepare(one) for one in itertools.islice(pixels, batch_size)]:
+            parts.append(self.probabilities(self.encode_images(torch.stack(batch)) @ texts.T).cpu())
+        return torch.cat(parts) if parts else torch.zeros(0, len(labels))
+
 
 def describe_towers(towers: Towers) -> dict[str, Any]:
     """Return all that is not a tensor, as plain values."""
@@ -108,7 +126,7 @@ def save_towers(towers: Towers, path: Path) -> str:
     return write_weights(path, tensors, {artifact_kinds.KEY: "towers", KEY: json.dumps(describe_towers(towers))})
 
 
-def load_towers(location: str, command: str = "dpn lit eval") -> Towers:
+def load_lit(location: str, command: str = "dpn lit eval") -> Towers:
     """Load a run's folder, an export's, or the file in one of them, for `command`. Raises `DataError` for others."""
     path = Path(resolve(location, command)).expanduser()
     if path.is_dir():

@@ -36,7 +36,7 @@ from tasks.lit.final_zeroshot import open_zeroshot, source_of, zeroshot_of_run
 from tasks.lit.loss import ContrastiveLoss
 from tasks.lit.text_tower import TextTower
 from tasks.lit.tokenizer import Tokenizer, open_tokenizer
-from tasks.lit.towers import WEIGHTS, Towers, load_towers, save_towers
+from tasks.lit.towers import WEIGHTS, Towers, load_lit, save_towers
 
 Json = dict[str, Any]
 
@@ -86,7 +86,7 @@ def train(run: Run[LitConfig]) -> Json:
             job = job_of(training.config, training.text, training.batches(), world, outputs)
             fit_result = engine.fit(engine.prepare(training.text, config.runtime, world), job)
         training.keep(fit_result)
-    towers = load_towers(str(folder.path)).to(world.device)
+    towers = load_lit(str(folder.path)).to(world.device)
     if digest_of(tower) != initial_digest:
         raise DpnError(f"{folder.path}: the training changed the frozen image tower; its result is invalid")
     if digest_of(towers.image) != initial_digest:

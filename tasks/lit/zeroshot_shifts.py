@@ -13,7 +13,7 @@ from dpn_cli.run.distributed import World
 from dpn_cli.run.precision import autocast
 from tasks.lit.options import LitEvalOptions
 from tasks.lit.page_samples import NearestImages
-from tasks.lit.towers import Towers, load_towers
+from tasks.lit.towers import Towers, load_lit
 from tasks.lit.zeroshot import classifier_of, classify
 
 
@@ -30,11 +30,11 @@ def score_zeroshot_shifts(
     """Return the zero-shot accuracies of a run, and of the baseline, under shifts; they are written to files, too.
 
     Both classify by the same names and templates. The files hold the image of `example_row` under each shift. Raises as
-    `load_towers` does.
+    `load_lit` does.
     """
     shift, networks = options.shift, {options.run: towers}
     if shift.baseline:
-        networks[shift.baseline] = load_towers(shift.baseline).to(world.device)
+        networks[shift.baseline] = load_lit(shift.baseline).to(world.device)
     side = shift_side(towers.image.config.image_size)
 
     def shifted(name: str, severity: int) -> ShiftedImages:

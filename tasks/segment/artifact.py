@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from dpn_cli.config.schema import RunImageReading
+from dpn_cli.data.decode import options_of_run
+from dpn_cli.data.image_inputs import ImageInput, iter_pixels
 from dpn_cli.errors import DataError
 from dpn_cli.run import artifact_kinds
 from dpn_cli.run.artifact_kinds import WEIGHTS as WEIGHTS
@@ -17,7 +24,8 @@ from tasks.segment.config import Evaluation, MaskData
 from tasks.segment.labels import LabelRule
 from tasks.segment.model import LinearSegmenter
 from tasks.segment.palette import Class
-from tasks.segment.sliding_window import WindowPlan
+from tasks.segment.sliding_window import WindowPlan, label_map
+from tasks.segment.transforms import resize_image
 
 KEY: Kind = "segmenter"
 
@@ -57,6 +65,22 @@ class Segmenter:
             settings.flip,
             settings.batch_size,
         )
+
+    @torch.inference_mode()
+    def predict(self, images: ImageInput | Iterable[ImageInput]) -> list[Tensor]:
+        """Return the label map (h, w), uint8 on the CPU, of one image or several, as ``dpn segment predict`` does.
+
+        A label is an index of `classes`, and a map has its image's own size. Raises as `iter_pixels` does.
+        """
+        self.network.eval()
+        device, plan = self.network.vit.input_mean.device, self.plan(self.evaluation.second_size)
+        reading = options_of_run(RunImageReading(), self.data.decode, self.data.exif, shrink=False)
+        maps = []
+        for pixels in iter_pixels(images, reading):
+            size = pixels.shape[0], pixels.shape[1]
+            sized = [resize_image(pixels, plan.size(size, ratio)).to(device) for ratio in plan.ratios]
+            maps.append(label_map(self.network, sized, size, plan).cpu())
+        return maps
 
 
 def save_segmenter(segmenter: Segmenter, path: Path) -> str:

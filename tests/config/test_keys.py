@@ -82,7 +82,14 @@ SCHEMAS: dict[str, type[Section]] = {
 REFUSED: dict[str, dict[str, Any]] = {
     "lit": {"backbone.drop_path": 0.1, "backbone.grad_checkpointing": True, "optim.layer_decay": 0.9},
     "segment": {"backbone.pre_logits": True, "optim.layer_decay": 0.9},
-    "distill": {"backbone.pool": "gap", "backbone.pre_logits": True},
+    "distill": {
+        "backbone.pool": "gap",
+        "backbone.pre_logits": True,
+        "backbone.registers": 1,
+        "backbone.distillation_token": True,
+        "backbone.layer_scale": 0.1,
+        "backbone.swiglu": True,
+    },
 }
 
 
@@ -200,6 +207,10 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "backbone.pool": ("tok", {}),
     "backbone.pre_logits": (True, {}),
     "backbone.drop_path": (0.9, {"backbone.arch": "nano/8"}),
+    "backbone.registers": (2, {}),
+    "backbone.distillation_token": (True, {"backbone.pool": "tok"}),
+    "backbone.layer_scale": (0.5, {}),
+    "backbone.swiglu": (True, {}),
     "backbone.dropout": (0.5, {}),
     "backbone.drop_path_rescale": (
         False,

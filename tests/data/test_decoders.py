@@ -285,9 +285,9 @@ def test_files_that_name_no_decoder_are_of_the_time_of_pillow(kind: str, command
     elif kind == "segmenter":
         assert load_segmenter(str(path)).data.decode == "pillow"
     else:
-        from tasks.lit.towers import load_towers
+        from tasks.lit.towers import load_lit
 
-        assert load_towers(str(path)).decoder == "pillow"
+        assert load_lit(str(path)).decoder == "pillow"
 
 
 @pytest.mark.parametrize("decoder", BOTH)

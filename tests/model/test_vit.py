@@ -14,9 +14,11 @@ import torch
 from scipy.ndimage import zoom
 
 from dpn_cli.arch import SIZES, Size, parse_arch
+from dpn_cli.errors import DpnError
 from dpn_cli.model.config import ViTConfig
+from dpn_cli.model.flops import count_macs
 from dpn_cli.model.vit import DPNViT, posemb_sincos2d, resample_posemb
-from dpn_cli.weights.backbone import Backbone, load_backbone
+from dpn_cli.weights.backbone import Backbone, export_backbone, load_backbone
 from dpn_cli.weights.formats import read_file
 from support.goldens import GOLDENS, Arrays, to_nchw
 
@@ -259,3 +261,59 @@ def test_a_new_head_is_zero_as_big_visions_is(fc_norm: bool) -> None:
     assert model.config.num_classes == 5
     model.reset_classifier(0)
     assert model(torch.randn(2, 3, 16, 16)).shape == (2, 32)
+
+
+@torch.no_grad()
+def test_parts_of_other_vits_are_initialized_and_counted() -> None:
+    plain = load_backbone("nano/8", image_size=32, seed=3)
+    vit = load_backbone(
+        "nano/8", image_size=32, registers=4, distillation_token=True, layer_scale=0.25, swiglu=True, seed=3
+    )
+    config = vit.config
+    assert str(config).startswith("nano/8, stem dpn, 4 registers, distillation token, LayerScale, SwiGLU, 32x32")
+    assert config.prefix_tokens == 6
+    assert all(torch.equal(block.ls1.gamma, torch.full((64,), 0.25)) for block in vit.blocks)
+    assert vit.reg_token is not None
+    assert vit.dist_token is not None
+    assert 0 < vit.reg_token.abs().max() < 1e-5
+    assert 0.01 < vit.dist_token.std() < 0.03
+    rows, columns = 512, 64  # gate and values are two matrices of 256 x 64
+    bound = (6 / (rows / 2 + columns)) ** 0.5
+    weight = vit.blocks[0].mlp.fc1.weight
+    assert weight.shape == (rows, columns)
+    assert bound * 0.99 < weight.abs().max() <= bound
+    tokens = vit.forward_features(torch.randn(2, 3, 32, 32))
+    assert tokens.shape == (2, 22, 64)
+    assert torch.allclose(vit.forward_head(tokens, pre_logits=True), tokens[:, :2].mean(1))
+    # Linear layers of 22 instead of 17 tokens, with a third matrix in the MLP; and their attention.
+    counts, plain_counts = count_macs(config), count_macs(plain.config)
+    assert counts.blocks == 4 * 22 * (4 * 64**2 + 64 * 512)
+    assert plain_counts.blocks == 4 * 17 * (4 * 64**2 + 64 * 256)
+    assert counts.attention == 2 * 4 * 22**2 * 64
+
+
+def test_parts_that_the_checkpoint_does_not_have_are_refused(tmp_path: Path) -> None:
+    export_backbone(load_backbone("mu/8", image_size=16, registers=2), tmp_path / "a.safetensors")
+    source = str(tmp_path / "a.safetensors")
+    assert load_backbone(checkpoint=source, registers=2).config.registers == 2
+    for options, message in (
+        ({"registers": 1}, "backbone.registers=1: .* was trained with 2"),
+        ({"swiglu": True}, "backbone.swiglu=True: .* was trained with False"),
+        ({"layer_scale": 0.1}, "backbone.layer_scale=True: .* was trained with False"),
+        ({"distillation_token": True}, "backbone.distillation_token=True"),
+    ):
+        with pytest.raises(DpnError, match=message):
+            load_backbone(checkpoint=source, **options)
+    with pytest.raises(DpnError, match="backbone.distillation_token=true: needs pool=tok"):
+        load_backbone("mu/8", distillation_token=True, pool="gap")
+
+
+@torch.no_grad()
+def test_registers_join_with_the_class_token_behind_blocks_of_dtn() -> None:
+    vit = load_backbone("nano/8", image_size=32, norm="dtn", registers=2).eval()
+    assert (vit.config.class_token_at, vit.config.prefix_tokens) == (3, 3)
+    seen: list[int] = []
+    for block in vit.blocks:
+        block.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
+    vit(torch.randn(1, 3, 32, 32))
+    assert seen == [16, 16, 16, 19]

@@ -21,7 +21,7 @@ from dpn_cli.weights.safetensors_io import KEY, read_weights, write_weights
 from support.cli import run_dpn
 from support.lit import make_towers
 from tasks.classify.classifier import Classifier, load_classifier, save_classifier
-from tasks.lit.towers import load_towers, save_towers
+from tasks.lit.towers import load_lit, save_towers
 from tasks.lit.zeroshot import build_classifier, classifier_of
 from tasks.segment.artifact import Segmenter, load_segmenter, save_segmenter
 from tasks.segment.config import Evaluation, MaskData
@@ -116,7 +116,7 @@ def test_every_kind_is_read_by_its_own_loader(files: dict[str, Path]) -> None:
     assert load_classifier(str(files["classifier"])).classes == ("ant", "bee", "cow")
     assert load_classifier(str(files["network"])).classes == ("0", "1", "2")
     assert load_segmenter(str(files["segmenter"])).classes[2].name == "cow"
-    assert load_towers(str(files["towers"])).tokenizer.context == 16
+    assert load_lit(str(files["towers"])).tokenizer.context == 16
     for kind in ("network", "classifier", "segmenter"):
         assert kind_of(open_checkpoint(str(files[kind].parent)).about) == kind
 
@@ -245,7 +245,7 @@ def test_files_without_checksums_still_load(files: dict[str, Path], tmp_path: Pa
         save_file(load_file(files[kind]), tmp_path / f"{kind}.safetensors", metadata)
     assert load_classifier(str(tmp_path / "classifier.safetensors")).classes[0] == "ant"
     assert load_segmenter(str(tmp_path / "segmenter.safetensors")).classes[0].name == "ant"
-    assert load_towers(str(tmp_path / "towers.safetensors")).tokenizer.context == 16
+    assert load_lit(str(tmp_path / "towers.safetensors")).tokenizer.context == 16
     result = run_dpn("predict", str(tmp_path / "segmenter.safetensors"), "x.png")
     assert "is a segmentation network; use 'dpn segment predict'" in result.stderr
 

@@ -98,6 +98,34 @@ def build_transformers_config(size: int) -> Any:
     )  # fmt: skip
 
 
+def hf_builder(name: str, **options: Any) -> Build:
+    """Return a builder of a vision model of transformers from its class's own configuration."""
+
+    def build(size: int) -> Any:
+        kind: Any = getattr(transformers, name)
+        shape = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "patch_size": 8}
+        return kind(kind.config_class(**shape, intermediate_size=96, image_size=size, **options))
+
+    return build
+
+
+def build_transformers_clip(size: int) -> Any:
+    """Build transformers' CLIP with both towers."""
+    vision = hf_builder("CLIPVisionModel")(size).config.to_dict()
+    text = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "vocab_size": 50,
+        "max_position_embeddings": 8,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    build: Any = transformers.CLIPConfig
+    return transformers.CLIPModel(build(vision_config=vision, text_config=text, projection_dim=5))
+
+
 def build_transformers_base(size: int) -> Any:
     """Build transformers' ViT without a head."""
     return transformers.ViTModel(build_transformers_config(size))

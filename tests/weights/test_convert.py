@@ -254,8 +254,8 @@ def test_two_networks_in_a_file_are_refused_with_both_names(tmp_path: Path) -> N
     [
         ("encoder.to_patch_embedding.1.weight", "MAE or SimMIM wrapper.*save its `encoder` alone"),
         ("pos_embed_height", "NaViT"),
-        ("dist_token", "DeiT's distilled network"),
-        ("head_dist.weight", "DeiT's distilled network"),
+        ("blocks.0.attns.0.qkv.weight", "parallel blocks"),
+        ("blocks.0.in_proj.weight", "parallel blocks"),
         ("to_patch_embedding.1.g", "NesT"),
         ("to_patch_tokens.1.weight", "shifted patch tokens"),
         ("patch_to_embedding.0.gamma", "x-transformers"),

@@ -115,8 +115,9 @@ def test_a_timm_folder_states_facts_that_its_tensors_do_not(tmp_path: Path) -> N
     [
         ({"global_pool": "map"}, "pooling 'map' over 1 tokens next to the patches"),
         ({"global_pool": "max", "class_token": False}, "pooling 'max' over 0 tokens"),
-        ({"reg_tokens": 4}, "pooling 'token' over 5 tokens"),
-        ({"architecture": "test_vit4"}, "the norm RmsNorm in its blocks"),
+        ({"architecture": "test_vit3"}, "pooling 'map' over 1 tokens"),
+        ({"architecture": "test_vit4"}, "an RMSNorm after its pooling"),
+        ({"qk_norm": True}, "norms of queries and keys"),
         ({"scale_attn_norm": True}, "a norm inside its attention or its MLP alone"),
         (
             {"architecture": "vit_base_patch16_rpn_224", "scale_attn_norm": True, "scale_mlp_norm": True},

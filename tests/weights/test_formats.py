@@ -33,7 +33,9 @@ from support.weight_files import (
     Build,
     build_torchvision_vit,
     build_transformers_base,
+    build_transformers_clip,
     build_transformers_vit,
+    hf_builder,
     load_weight_file,
     make_images,
     naflex_builder,
@@ -112,6 +114,70 @@ SOURCES: dict[str, tuple[Build, Output, str, int]] = {
         lambda m, x: m(x).pooler_output,
         "embeddings.position_embeddings",
         1,
+    ),
+    "timm registers": (timm_vit_builder(reg_tokens=4), call, "pos_embed", 5),
+    "timm registers, gap": (
+        timm_vit_builder(reg_tokens=4, class_token=False, global_pool="avg", no_embed_class=True),
+        call,
+        "pos_embed",
+        0,
+    ),
+    "timm distilled": (timm_vit_builder("deit_tiny_distilled_patch16_224"), call, "pos_embed", 2),
+    "timm SwiGLU packed": (timm_vit_builder("vit_giant_patch14_dinov2"), call, "pos_embed", 1),
+    "timm AIMv2": (timm_vit_builder("aimv2_large_patch14_224"), call, "pos_embed", 0),
+    "transformers CLIP": (
+        hf_builder("CLIPVisionModelWithProjection", projection_dim=5),
+        lambda m, x: m(x).image_embeds,
+        "vision_model.embeddings.position_embedding.weight",
+        1,
+    ),
+    "transformers CLIP of two towers": (
+        build_transformers_clip,
+        lambda m, x: m.get_image_features(x).pooler_output,
+        "vision_model.embeddings.position_embedding.weight",
+        1,
+    ),
+    "transformers SigLIP": (
+        hf_builder("SiglipVisionModel"),
+        lambda m, x: m(x).pooler_output,
+        "embeddings.position_embedding.weight",
+        0,
+    ),
+    "transformers DINOv2": (
+        hf_builder("Dinov2Model", mlp_ratio=2),
+        lambda m, x: m(x).pooler_output,
+        "embeddings.position_embeddings",
+        1,
+    ),
+    "transformers DINOv2 SwiGLU, registers": (
+        hf_builder("Dinov2WithRegistersModel", use_swiglu_ffn=True),
+        lambda m, x: m(x).pooler_output,
+        "embeddings.position_embeddings",
+        1,
+    ),
+    "transformers DeiT": (
+        hf_builder("DeiTModel"),
+        lambda m, x: m(x).pooler_output,
+        "embeddings.position_embeddings",
+        2,
+    ),
+    "transformers DeiT of two heads": (
+        hf_builder("DeiTForImageClassificationWithTeacher", num_labels=5),
+        lambda m, x: m(x).logits,
+        "deit.embeddings.position_embeddings",
+        2,
+    ),
+    "transformers BEiT": (
+        hf_builder("BeitModel", use_absolute_position_embeddings=True, layer_scale_init_value=0.5),
+        lambda m, x: m(x).pooler_output,
+        "embeddings.position_embeddings",
+        1,
+    ),
+    "transformers I-JEPA": (
+        hf_builder("IJepaForImageClassification", num_labels=5),
+        lambda m, x: m(x).logits,
+        "ijepa.embeddings.position_embeddings",
+        0,
     ),
     "open_clip": (clip(), lambda m, x: m.visual(x), "visual.positional_embedding", 1),
     "open_clip layer scale": (clip(ls_init_value=0.5), lambda m, x: m.visual(x), "visual.positional_embedding", 1),
@@ -194,13 +260,14 @@ def test_torchvisions_eps_is_assumed_and_can_be_stated(tmp_path: Path) -> None:
 
 
 def test_the_stem_is_inferred_from_names() -> None:
-    stems = {"timm post": "post", "timm NaFlexViT dual": "dpn"} | {
+    stems = {"timm post": "post", "timm AIMv2": "post", "timm NaFlexViT dual": "dpn"} | {
         n: "dpn" for n in SOURCES if n.startswith("vit-pytorch")
     }
     for name, (build, _, _, _) in SOURCES.items():
         model = build(NATIVE)
         (actual,) = formats_of(list(model.state_dict()))
-        assert actual.read(Contents(dict(model.state_dict()))).stem == stems.get(name, "none"), name
+        config = {"model_type": "ijepa"} if "I-JEPA" in name else {}
+        assert actual.read(Contents(dict(model.state_dict()), config=config)).stem == stems.get(name, "none"), name
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from einops import rearrange
 
 from dpn_cli.errors import DataError
 from dpn_cli.weights.backbone import load_backbone
@@ -45,17 +46,12 @@ def build(name: str, config: dict[str, Any]) -> Any:
         ),
         ("VitPoseBackbone", PAIRS, "a transformers model without a class token"),
         ("SwinModel", STAGES | {"embed_dim": 48, "patch_size": 2}, "a transformers model without a class token"),
-        ("DeiTModel", TINY, "its 17 positions do not form a square grid"),
         ("YolosModel", PAIRS | {"patch_size": 8}, "its 116 positions do not form a square grid"),
-        ("Dinov2Model", TINY, "blocks.0.mlp.fc1.weight is missing"),
         ("BeitModel", TINY, WHOLE),
-        ("ViTForMaskedImageModeling", TINY | {"encoder_stride": 8}, WHOLE),
         ("ViltModel", TINY | {"vocab_size": 50}, WHOLE),
         ("VideoMAEModel", TINY, "a transformers model without a class token"),
         ("VivitModel", TINY | {"tubelet_size": [2, 8, 8]}, "its patch projection is not one of images"),
         ("DINOv3ViTModel", TINY, "not a format that dpn reads"),
-        ("SiglipVisionModel", TINY, "not a format that dpn reads"),
-        ("CLIPVisionModel", TINY, "not a format that dpn reads"),
     ],
 )
 def test_other_models_are_refused_in_one_line(name: str, config: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -68,7 +64,7 @@ def test_other_models_are_refused_in_one_line(name: str, config: dict[str, Any],
     assert "asked for" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["ViTModel", "ViTMSNModel", "FlavaImageModel", "DPTModel"])
+@pytest.mark.parametrize("name", ["ViTModel", "ViTMSNModel", "FlavaImageModel", "DPTModel", "DeiTModel"])
 @torch.no_grad()
 def test_models_that_are_a_vit_give_its_tokens(name: str, tmp_path: Path) -> None:
     more: dict[str, Any] = {"layer_norm_eps": 1e-12} | ({"backbone_out_indices": [0]} if name == "DPTModel" else {})
@@ -92,3 +88,60 @@ def test_a_masked_autoencoders_encoder_gives_the_tokens_of_unmasked_patches(tmp_
     assert (
         relative_error(actual.forward_features(image), torch.cat([result.last_hidden_state[:, :1], patches], 1)) < 1e-5
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "fact"),
+    [
+        ("Dinov2Model", "eps 1e-06, DINOv2's default"),
+        ("Dinov2WithRegistersModel", "eps 1e-06, DINOv2's default"),
+        ("CLIPVisionModel", "QuickGELU, CLIP's default"),
+        ("SiglipVisionModel", "tanh GELU, SigLIP's default"),
+    ],
+)
+@torch.no_grad()
+def test_bare_files_of_relatives_give_their_tokens(name: str, fact: str, tmp_path: Path) -> None:
+    theirs = perturb(build(name, TINY))
+    torch.save(theirs.state_dict(), tmp_path / "bare.pt")
+    actual = load_backbone(checkpoint=str(tmp_path / "bare.pt"), stem=None, image_size=None).eval()
+    image = torch.randn(2, 3, 32, 32)
+    expected = theirs(image)
+    assert relative_error(actual.forward_head(actual.forward_features(image), True), expected.pooler_output) < 1e-5
+    assert any(fact in text for text in actual.report.assumed)
+
+
+@torch.no_grad()
+def test_siglip_2_of_any_aspect_ratio_takes_patches_with_the_channel_last(tmp_path: Path) -> None:
+    shape = {key: value for key, value in TINY.items() if key != "image_size"}
+    theirs = perturb(build("Siglip2VisionModel", shape | {"num_patches": 16}))
+    theirs.save_pretrained(tmp_path)
+    actual = load_backbone(checkpoint=str(tmp_path), stem=None, image_size=None).eval()
+    image = torch.randn(2, 3, 32, 32)
+    patches = rearrange(image, "b c (h p) (w q) -> b (h w) (p q c)", p=8, q=8)
+    expected = theirs(patches, torch.ones(2, 16, dtype=torch.long), torch.tensor([[4, 4]] * 2))
+    assert relative_error(actual(image), expected.pooler_output) < 1e-5
+    assert actual.config.pool == "map"
+
+
+def test_a_classifier_of_dinov2_is_left_out_and_said(tmp_path: Path) -> None:
+    build("Dinov2ForImageClassification", TINY | {"num_labels": 5}).save_pretrained(tmp_path)
+    report = load_backbone(checkpoint=str(tmp_path), stem=None, image_size=None).report
+    assert {"head.weight", "head.bias", "embeddings.mask_token"} <= set(report.dropped)
+    assert any("it reads the mean of the patches, too" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "message"),
+    [
+        ("BeitModel", TINY, "a BEiT with relative positions in its attention"),
+        ("Dinov2Model", TINY | {"hidden_act": "silu"}, "hidden_act 'silu'"),
+        ("CLIPVisionModel", TINY | {"hidden_act": "relu"}, "hidden_act 'relu'; dpn reads gelu"),
+        ("VitPoseBackbone", PAIRS, "a transformers model of type 'vitpose_backbone'"),
+    ],
+)
+def test_saved_folders_of_other_networks_are_refused_in_one_line(
+    name: str, config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    build(name, config).save_pretrained(tmp_path)
+    with pytest.raises(DataError, match=message):
+        load_backbone(checkpoint=str(tmp_path), stem=None, image_size=None)

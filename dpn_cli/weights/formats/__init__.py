@@ -21,6 +21,7 @@ from dpn_cli.weights.formats import (
     slab_deit,
     timm_vit,
     torchvision_vit,
+    transformers_clip,
     transformers_vit,
     vit_pytorch,
 )
@@ -40,6 +41,7 @@ FORMATS = (
     Format("open_clip (timm trunk)", open_clip_vit.matches_trunk, open_clip_vit.read_trunk),
     Format("torchvision", torchvision_vit.matches, torchvision_vit.read),
     Format("transformers", transformers_vit.matches, transformers_vit.read),
+    Format("transformers CLIP", transformers_clip.matches, transformers_clip.read),
     Format("DTN", dtn_vit.matches, dtn_vit.read),
     Format("SLAB", slab_deit.matches, slab_deit.read),
 )

@@ -51,11 +51,11 @@ class Checkpoint:
 
     `mean` and `std` are those of the inputs it was trained with, on pixels in [0, 1]. `heads`, `grid` and `pool` are
     None where the file does not say; a class token next to ``pool="gap"`` is left out of the mean. `slots` are the
-    tokens beside the patches that have an entry in the position embedding, in front, before `split_positions`; None
-    where the format allows all or none of them. `renamed` maps names of the file to ours, `dropped` lists tensors outside the image tower, `added`
-    those that the format lacks and ours has, with the value that leaves the function as it is. `assumed` holds, by
-    fact, what the file does not state; `notes` the rest. `about` is what a file of ours says of more than the network:
-    its kind, and the description of that kind.
+    tokens in front of the patches' that have an entry in the position embedding, before `split_positions`; None where
+    the format allows all or none of them. `renamed` maps names of the file to ours, `dropped` lists tensors outside the
+    image tower, `added` those that the format lacks and ours has, with the value that leaves the function as it is.
+    `assumed` holds, by fact, what the file does not state; `notes` the rest. `about` is what a file of ours says of
+    more than the network: its kind, and the description of that kind.
     """
 
     state: State
@@ -137,7 +137,7 @@ def fuse_qkv(state: State, renamed: dict[str, str]) -> None:
 
 
 def split_positions(checkpoint: Checkpoint) -> None:
-    """Add the position entries of the tokens beside the patches to these, and give the rest of the table its grid.
+    """Add the position entries of the tokens in front of the patches' to these; give the rest of the table its grid.
 
     Equivalent; idempotent. Without a stated grid the patches form a square. Raises `DataError` when they cannot, and
     for the entry of a missing class token.
@@ -150,10 +150,8 @@ def split_positions(checkpoint: Checkpoint) -> None:
     entries, grid = posemb.shape[1], checkpoint.grid
     slots = checkpoint.slots
     if slots is None:
-        slots = tuple(name for name in PREFIX_TOKENS if name in state)
-        count = sum(state[name].shape[1] for name in slots)
-        if not count or not (entries == grid[0] * grid[1] + count if grid else _square(entries - count)):
-            slots = ()
+        are_patches_alone = entries == grid[0] * grid[1] if grid else _square(entries)
+        slots = () if are_patches_alone else tuple(name for name in PREFIX_TOKENS if name in state)
     first = 0
     for name in slots:
         if name not in state:
@@ -184,7 +182,7 @@ def _square(number: int) -> bool:
 
 
 def pack_swiglu(state: State, renamed: dict[str, str], gate: str, value: str) -> None:
-    """Stack the gate and the values of every block's SwiGLU, separate layers of its MLP, as timm's SwiGLUPacked does."""
+    """Stack gate and values of every block's SwiGLU, separate layers of its MLP, as timm's SwiGLUPacked does."""
     for name in [name for name in state if re.fullmatch(rf"blocks\.\d+\.mlp\.{gate}\.(weight|bias)", name)]:
         mlp, _, leaf = name.rsplit(".", 2)
         parts = name, f"{mlp}.{value}.{leaf}"

@@ -108,6 +108,10 @@ def _apply_description(checkpoint: Checkpoint, contents: Contents) -> Checkpoint
     config = contents.config or json.loads(contents.metadata.get(KEY, "{}"))
     if "norm_pre.weight" in state:
         checkpoint.added += add_zero_bias(state, ["patch_embed.proj.weight"])
+    for layer in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"):
+        weights = [name for name in state if name.endswith(f"{layer}.weight") and name.startswith("blocks.")]
+        if not any(f"{name.removesuffix('weight')}bias" in state for name in weights):  # else the file is incomplete
+            checkpoint.added += add_zero_bias(state, weights)
     if name := config.get("architecture"):
         arguments = dict(config.get("model_args") or {})
         if config.get("global_pool") is not None:
@@ -116,8 +120,6 @@ def _apply_description(checkpoint: Checkpoint, contents: Contents) -> Checkpoint
         checkpoint.eps = config.get("norm_eps", checkpoint.eps)
         checkpoint.norm = config.get("norm", checkpoint.norm)
         checkpoint.notes.append(f"eps, GELU, heads and pooling are those of timm's {name}, which the description names")
-        linear = r"blocks\.\d+\.(attn\.(qkv|proj)|mlp\.fc[12])\.weight"
-        checkpoint.added += add_zero_bias(state, [name for name in state if re.fullmatch(linear, name)])
     else:
         _assume(checkpoint)
     inputs = config.get("pretrained_cfg", config)
@@ -155,7 +157,7 @@ def _assume(checkpoint: Checkpoint) -> None:
 
 
 def _rms_options(state: State) -> NormOptions:
-    """Return where a network with RMSNorm in its blocks has it besides, by norms without a bias."""
+    """Return where else a network with RMSNorm in its blocks has it, by norms without a bias."""
     return NormOptions(
         final="same" if "norm.weight" in state and "norm.bias" not in state else "ln",
         stem="same" if "patch_embed.norm.weight" in state and "patch_embed.norm.bias" not in state else "ln",

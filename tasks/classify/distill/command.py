@@ -19,7 +19,7 @@ from dpn_cli.run.console import Console, count_noun
 from dpn_cli.run.distributed import from_leader
 from dpn_cli.run.run import Run, open_run, run_name
 from dpn_cli.run.run_dir import describe_device
-from dpn_cli.weights.backbone import LoadReport
+from dpn_cli.weights.load_report import LoadReport
 from tasks.classify.classifier import Classifier
 from tasks.classify.distill.cache import check_views
 from tasks.classify.distill.config import DistillConfig, limit_batch

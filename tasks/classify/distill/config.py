@@ -48,6 +48,10 @@ LEAST_BATCH = 32
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
+# Of a student that begins with the teacher's weights, the teacher has decided these.
+TEACHERS_KEYS = ("pool", "pre_logits", "registers", "distillation_token", "layer_scale", "swiglu")
+
+
 class Student(BackboneConfig):
     """The network that is trained: the teacher's with another stem or other norms, or one from scratch."""
 
@@ -86,7 +90,7 @@ class Student(BackboneConfig):
                 "leave one of them out"
             )
         if not self.scratch:
-            refuse_unused(self, "backbone", ("pool", "pre_logits"), "the teacher decides it")
+            refuse_unused(self, "backbone", TEACHERS_KEYS, "the teacher decides it")
         return self
 
     @property

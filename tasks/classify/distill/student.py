@@ -128,10 +128,15 @@ def new_student(config: DistillConfig, teacher: Backbone, images: Batches) -> tu
             num_classes=teacher.num_classes,
             pool=settings.pool or (vit_config.pool if settings.arch is None else None),
             pre_logits=vit_config.pre_logits if settings.arch is None else settings.pre_logits,
+            registers=vit_config.registers if settings.registers is None else settings.registers,
+            distillation_token=settings.distillation_token,
+            layer_scale=settings.layer_scale,
+            swiglu=settings.swiglu,
             drop_path=settings.drop_path,
             seed=fold(config.seed, DRAW),
         )
         return student, {}
+    new_options = NormOptions(final="none") if vit_config.norm_options.final == "none" else NormOptions()
     same_norms = settings.norm in (None, vit_config.norm) and settings.placement in (None, vit_config.placement)
     student = convert_network(
         teacher,
@@ -140,7 +145,7 @@ def new_student(config: DistillConfig, teacher: Backbone, images: Batches) -> tu
             stem=settings.stem or "dpn",
             norm=settings.norm or vit_config.norm,
             placement=settings.placement or vit_config.placement,
-            norm_options=settings.norm_options or (vit_config.norm_options if same_norms else NormOptions()),
+            norm_options=settings.norm_options or (vit_config.norm_options if same_norms else new_options),
             drop_path=settings.drop_path,
         ),
         config.seed,
@@ -199,7 +204,7 @@ def check_pair(config: DistillConfig, teacher: Backbone, student: Backbone) -> S
     if layouts[0] != layouts[1] and losses.tokens + losses.attention:
         raise DpnError(
             f"losses.tokens ({losses.tokens:g}), losses.attention ({losses.attention:g}): the student has "
-            f"{_grid(student_config.grid)} patches, the teacher {_grid(teacher_config.grid)}, and beside them "
+            f"{_grid(student_config.grid)} patches, the teacher {_grid(teacher_config.grid)}, and in front of them "
             f"{student_config.prefix_tokens} and {teacher_config.prefix_tokens} tokens; both have to be 0"
         )
     if losses.attention and student_config.size.heads != teacher_config.size.heads:

@@ -36,7 +36,7 @@ from tasks.lit.features import digest_of
 from tasks.lit.page_samples import PAIRS
 from tasks.lit.text_tower import TextTower
 from tasks.lit.tokenizer import Tokenizer
-from tasks.lit.towers import Towers, load_towers, save_towers
+from tasks.lit.towers import Towers, load_lit, save_towers
 from tasks.lit.train import load_tower
 from tasks.lit.zeroshot import build_classifier, prompt_set
 
@@ -107,7 +107,7 @@ def test_the_image_tower_stays_as_it_was_and_out_of_the_optimizer(
 ) -> None:
     path, result = finished
     initial = load_backbone("nano/8", pool="gap", image_size=32, seed=0)
-    final = load_towers(str(path)).image
+    final = load_lit(str(path)).image
     assert digest_of(initial) == digest_of(final) == result["image_tower"]
     assert all(torch.equal(value, final.state_dict()[name]) for name, value in initial.state_dict().items())
 
@@ -168,7 +168,7 @@ def test_changes_between_run_and_resume_are_refused(
     with pytest.raises(DataError, match="the tokenizer or its settings have changed since this run started"):
         train_lit(config, tmp_path / "run", resume=True)
     with pytest.raises(DataError, match="trained with another version of open_clip BPE than the one that is installed"):
-        load_towers(str(tmp_path / "run"))
+        load_lit(str(tmp_path / "run"))
     monkeypatch.undo()
     shutil.copy(data / "temple00.png", data / "temple01.png")
     with pytest.raises(DataError, match="the images have changed since this run started"):
@@ -309,8 +309,8 @@ def test_an_export_loads_without_the_parts_that_train(
     assert '"batch_size"' in card
     assert "ImageNet" not in card
     script = (
-        "import sys, json, numpy, torch\nfrom PIL import Image\nfrom tasks.lit.towers import load_towers\n"
-        "towers = load_towers(sys.argv[1])\n"
+        "import sys, json, numpy, torch\nfrom PIL import Image\nfrom tasks.lit.towers import load_lit\n"
+        "towers = load_lit(sys.argv[1])\n"
         "pixels = numpy.asarray(Image.open(sys.argv[2]))\n"
         "images = towers.encode_images(torch.stack([towers.prepare(pixels)]))\n"
         "texts = towers.encode_texts(['a temple row second column third'])\n"
@@ -322,7 +322,7 @@ def test_an_export_loads_without_the_parts_that_train(
     assert loaded.returncode == 0, loaded.stderr
     cosine, training = json.loads(loaded.stdout)
     assert training == []
-    own = load_towers(str(finished[0])).to(torch.device("cpu"))
+    own = load_lit(str(finished[0])).to(torch.device("cpu"))
     pixels = np.asarray(Image.open(photos / "temple10.png"))
     expected = own.encode_images(own.prepare(pixels)[None]) @ own.encode_texts(["a temple row second column third"]).T
     assert cosine == pytest.approx(expected.item(), abs=1e-6)
@@ -371,7 +371,7 @@ def test_towers_survive_a_file_with_siglips_bias_and_a_tokenizer_of_their_own(tm
     text = TextTower(Size(32, 1, 128, 2), tokenizer.vocabulary, 8, 32, 10.0, -3.0, seed=2)
     own = Towers(load_backbone("mu/8", image_size=16), text, tokenizer, "siglip", {"a": 1}).to(torch.device("cpu"))
     save_towers(own, tmp_path / "weights.safetensors")
-    reloaded = load_towers(str(tmp_path)).to(torch.device("cpu"))
+    reloaded = load_lit(str(tmp_path)).to(torch.device("cpu"))
     assert torch.equal(own.encode_texts(["a Dog", "cars"]), reloaded.encode_texts(["a Dog", "cars"]))
     images = torch.randint(256, (3, 3, 16, 16), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     for towers in (own, reloaded):
@@ -380,7 +380,7 @@ def test_towers_survive_a_file_with_siglips_bias_and_a_tokenizer_of_their_own(tm
     with torch.no_grad():
         own.text.log_temperature.fill_(1.5)
     save_towers(own, tmp_path / "other" / "weights.safetensors")
-    assert load_towers(str(tmp_path / "other")).text.log_temperature.item() == 1.5
+    assert load_lit(str(tmp_path / "other")).text.log_temperature.item() == 1.5
     assert (reloaded.tokenizer.to_dict(), reloaded.loss, reloaded.facts) == (tokenizer.to_dict(), "siglip", {"a": 1})
     probabilities = reloaded.probabilities(torch.tensor([[0.3, 0.3]]))
     torch.testing.assert_close(probabilities, torch.full((1, 2), 10 * 0.3 - 3.0).sigmoid())
@@ -405,7 +405,7 @@ def test_the_demo_is_described_and_the_cache_command_fills_the_trainings_cache(
     assert "x chance" in completed.stdout
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (result["zeroshot"]["classes"], result["zeroshot"]["chance"]) == (24, pytest.approx(100 / 24))
-    towers, scenes = load_towers("run"), SceneClasses(0, 150)
+    towers, scenes = load_lit("run"), SceneClasses(0, 150)
     for query in json.loads((tmp_path / "run" / "prompts.json").read_text())["queries"]:
         (text,) = build_classifier(towers, [query["text"]], prompt_set("demo"))
         image = towers.encode_images(towers.prepare(scenes.pixels(query["nearest"][0]["row"]))[None])[0]
@@ -481,6 +481,6 @@ def test_a_foreign_backbone_is_no_run(tmp_path: Path) -> None:
 
     export_backbone(load_backbone("mu/8", image_size=16), tmp_path / "one.safetensors")
     with pytest.raises(DataError, match="not a file of two LiT towers; 'dpn lit train --checkpoint"):
-        load_towers(str(tmp_path / "one.safetensors"))
+        load_lit(str(tmp_path / "one.safetensors"))
     with pytest.raises(DpnError, match="not the folder of a LiT run"):
-        load_towers(str(tmp_path))
+        load_lit(str(tmp_path))

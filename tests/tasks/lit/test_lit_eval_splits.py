@@ -18,7 +18,7 @@ from support.lit import lit_config, train_lit
 from tasks.lit.cache import data_fingerprint
 from tasks.lit.data import CaptionSource, open_pairs
 from tasks.lit.eval_splits import open_part
-from tasks.lit.towers import load_towers
+from tasks.lit.towers import load_lit
 
 Json = dict[str, Any]
 
@@ -69,7 +69,7 @@ def test_the_runs_held_out_pairs_are_scored(finished: tuple[Path, Path], tmp_pat
 
 def test_another_table_with_images_of_the_training_is_called_so(finished: tuple[Path, Path], tmp_path: Path) -> None:
     network, pairs = finished
-    towers = load_towers(str(network))
+    towers = load_lit(str(network))
     names = [open_part(CaptionSource(str(pairs)), "train", towers.facts)[0].key(index) for index in range(2)]
     for number, name in enumerate(names):
         shutil.copy(pairs.parent / name, tmp_path / f"renamed{number}.png")
@@ -149,4 +149,4 @@ def test_an_export_keeps_the_digests_in_the_weights_alone(finished: tuple[Path, 
     result = run_dpn("lit", "export", str(finished[0]), "-o", str(tmp_path / "out"))
     assert result.exit_code == 0, result.output
     assert "trained_on" not in json.loads((tmp_path / "out" / "config.json").read_text())["facts"]
-    assert load_towers(str(tmp_path / "out")).facts["trained_on"]["images"] == 9
+    assert load_lit(str(tmp_path / "out")).facts["trained_on"]["images"] == 9

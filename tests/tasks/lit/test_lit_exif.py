@@ -12,7 +12,7 @@ import pytest
 from support.captions import write_caption_table
 from support.cli import run_dpn
 from support.images import turn_files, write_class_folders
-from tasks.lit.towers import load_towers
+from tasks.lit.towers import load_lit
 
 
 def _json(*command: str) -> Any:
@@ -40,7 +40,7 @@ def test_the_towers_turn_images_as_their_training_did(tmp_path: Path) -> None:
         assert f"12 of 12 inspected images are stored turned, by their EXIF orientation, and {state}" in " ".join(
             trained.stderr.split()
         )
-        assert load_towers(run).exif is not bool(flags)
+        assert load_lit(run).exif is not bool(flags)
         for folder in (photos, upright):
             for reading in ([], ["--exif"], ["--no-exif"]):
                 results = _json("lit", "search", run, "--images", str(folder), *query, *reading)

@@ -19,7 +19,7 @@ from dpn_cli.metrics import Confusion, Scores
 from dpn_cli.run.distributed import World
 from support.lit import make_towers
 from tasks.lit.retrieval import recalls
-from tasks.lit.towers import Towers, load_towers, save_towers
+from tasks.lit.towers import Towers, load_lit, save_towers
 from tasks.lit.zeroshot import build_classifier, check_order, class_names, classifier_of, prompt_set, prompts_of
 
 
@@ -129,7 +129,7 @@ def test_features_that_are_no_numbers_never_score(tmp_path: Path) -> None:
         own.text.log_temperature.fill_(torch.nan)
     save_towers(own, tmp_path / "weights.safetensors")
     with pytest.raises(DataError, match="not a file of two LiT towers .weights that are NaN or infinite"):
-        load_towers(str(tmp_path))
+        load_lit(str(tmp_path))
 
 
 def scores(right: int, images: int, classes: int) -> Scores:

@@ -45,7 +45,7 @@ from tasks.lit.loss import ContrastiveLoss
 from tasks.lit.retrieval import recalls
 from tasks.lit.text_tower import TextTower
 from tasks.lit.tokenizer import Tokenizer
-from tasks.lit.towers import load_towers
+from tasks.lit.towers import load_lit
 from tasks.lit.train import load_tower
 
 ALONE, QUIET = World(0, 1, CPU), Console(quiet=True)
@@ -248,7 +248,7 @@ def test_retrieval_is_scored_on_the_held_out_pairs(views: int, pairs: Path, tmp_
     held = write_colour_pairs(tmp_path / "held", range(20, 31))
     config = config_of(pairs, data={"val_source": str(held)}, cache={"views": views})
     result = train_lit(config, tmp_path / "run")
-    towers = load_towers(str(tmp_path / "run")).to(CPU)
+    towers = load_lit(str(tmp_path / "run")).to(CPU)
     plain = image_encoder(towers.image, Runtime(workers=0), ALONE)
     images, _ = encode_all(open_split(CaptionSource(str(held)), "train"), plain, tmp_path / "cache", ALONE, QUIET)
     torch.testing.assert_close(images, by_hand(towers.image, range(20, 31)), atol=1e-3, rtol=0)
