@@ -60,7 +60,9 @@ def evaluate(options: SegmentEvalOptions, console: Console) -> dict[str, Any] | 
         precision = announce_precision(runtime, world, console, segmenter.network)
         scale_count = 2 if evaluation.second_size else 1
         with console.counting("segment eval", scale_count * world.share(len(pairs))) as on_progress:
-            scores, score_facts = score_sizes(segmenter, pairs, evaluation, runtime, world, on_progress)
+            scores, score_facts = score_sizes(
+                segmenter, pairs, evaluation, runtime, world, on_progress, boundaries=options.boundaries
+            )
         result = {
             "task": "segment eval",
             "network": options.run,
@@ -130,12 +132,21 @@ def score_once(
     runtime: Runtime,
     world: World,
     on_progress: OnProgress = ignore_progress,
+    *,
+    boundaries: bool = False,
 ) -> SegmentScores:
     """Score a split in one way: at the images' own size where its size is ``both``."""
     with autocast(runtime, world.device, segmenter.network):
         plan = segmenter.plan(evaluation)
         return score(
-            segmenter.network, pairs, segmenter.rule, plan, world, workers=runtime.workers, on_progress=on_progress
+            segmenter.network,
+            pairs,
+            segmenter.rule,
+            plan,
+            world,
+            workers=runtime.workers,
+            boundaries=boundaries,
+            on_progress=on_progress,
         )
 
 
@@ -146,9 +157,11 @@ def score_sizes(
     runtime: Runtime,
     world: World,
     on_progress: OnProgress = ignore_progress,
+    *,
+    boundaries: bool = False,
 ) -> tuple[SegmentScores, dict[str, Any]]:
     """Score a split at the size, or both sizes, of `evaluation`; returns the scores and their part of a result."""
-    scores = score_once(segmenter, pairs, evaluation, runtime, world, on_progress)
+    scores = score_once(segmenter, pairs, evaluation, runtime, world, on_progress, boundaries=boundaries)
     result = scores.to_dict()
     if evaluation.second_size:
         resized = score_once(segmenter, pairs, evaluation.second_size, runtime, world, on_progress).to_dict()
@@ -181,4 +194,12 @@ def describe_scores(result: dict[str, Any]) -> str:
         + (f"; resized: mIoU {result['resized']['miou']:.2f} %" if "resized" in result else "")
         + (f"; {unseen_classes} of {result['classes']} classes do not occur" if unseen_classes else "")
     )
-    return "\n".join([line, *describe_shifts(result)])
+    more = {
+        "mDice": "mdice",
+        "mFscore": "mfscore",
+        "mean precision": "mean_precision",
+        "boundary mIoU": "boundary_miou",
+        "boundary F": "boundary_mf",
+    }
+    lines = [line, ", ".join(f"{name} {result[key]:.2f} %" for name, key in more.items() if key in result)]
+    return "\n".join([text for text in lines if text] + describe_shifts(result))

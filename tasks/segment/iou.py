@@ -18,6 +18,7 @@ from dpn_cli.errors import DataError
 from dpn_cli.run import distributed, signals
 from dpn_cli.run.console import OnProgress, ignore_progress
 from dpn_cli.run.distributed import World
+from tasks.segment.boundary import boundary_f, boundary_iou, count_boundaries
 from tasks.segment.labels import IGNORE, LabelRule
 from tasks.segment.model import LinearSegmenter
 from tasks.segment.pairs import Pairs
@@ -48,12 +49,13 @@ class ImageScore(NamedTuple):
 class SegmentScores:
     """Scores from the confusion matrix of a data set's pixels, (classes, classes) int64, truth in rows.
 
-    `each` is the score of every image that has labelled pixels.
+    `per_image` is the score of every image that has labelled pixels, `boundaries` the sum of `count_boundaries`.
     """
 
     confusion: Tensor
     images: int
     per_image: Sequence[ImageScore] = ()
+    boundaries: Tensor | None = None
 
     @property
     def iou(self) -> Tensor:
@@ -65,6 +67,21 @@ class SegmentScores:
     def recall(self) -> Tensor:
         """Share of a class's pixels that are right, in percent; NaN for classes that do not occur."""
         return 100 * self.confusion.diagonal().double() / self.confusion.sum(1)
+
+    @property
+    def precision(self) -> Tensor:
+        """Share of the pixels predicted as a class that are right, in percent; NaN for classes never predicted."""
+        return 100 * self.confusion.diagonal().double() / self.confusion.sum(0)
+
+    @property
+    def dice(self) -> Tensor:
+        """Twice the intersection over the sum of truth and prediction, in percent; NaN for classes in neither."""
+        return 200 * self.confusion.diagonal().double() / (self.confusion.sum(0) + self.confusion.sum(1))
+
+    @property
+    def fscore(self) -> Tensor:
+        """Harmonic mean of precision and recall, in percent; as in mmsegmentation, NaN where one of them is."""
+        return 2 * self.precision * self.recall / (self.precision + self.recall)
 
     @property
     def miou(self) -> float:
@@ -93,20 +110,38 @@ class SegmentScores:
             "miou": self.miou,
             "pixel_accuracy": self.pixel_accuracy,
             "mean_accuracy": self.mean_accuracy,
+            "mean_precision": self.precision.nanmean().item(),
+            "mdice": self.dice.nanmean().item(),
+            "mfscore": self.fscore.nanmean().item(),
+            **self._boundary_scores(),
             "majority_miou": self.majority_miou,
             "classes_seen": int((self.confusion.sum(1) > 0).sum()),
             "pixels": int(self.confusion.sum()),
             "images": self.images,
         }
 
+    def _boundary_scores(self) -> dict[str, float]:
+        if self.boundaries is None:
+            return {}
+        scores = {"boundary_miou": boundary_iou(self.boundaries), "boundary_mf": boundary_f(self.boundaries)}
+        return {name: values.nanmean().item() for name, values in scores.items()}
+
     def per_class(self, classes: Sequence[Class]) -> str:
-        """Return a CSV of every class: pixels of truth and prediction, IoU, recall and precision in percent."""
+        """Return a CSV of every class: pixels of truth and prediction, and its scores in percent."""
         text = io.StringIO()
         table = csv.writer(text, lineterminator="\n")
-        table.writerow(["class", "name", "pixels", "predicted", "iou", "recall", "precision"])
-        precision = 100 * self.confusion.diagonal().double() / self.confusion.sum(0)
+        columns = {
+            "iou": self.iou,
+            "recall": self.recall,
+            "precision": self.precision,
+            "dice": self.dice,
+            "fscore": self.fscore,
+        }
+        if self.boundaries is not None:
+            columns |= {"boundary_iou": boundary_iou(self.boundaries), "boundary_f": boundary_f(self.boundaries)}
+        table.writerow(["class", "name", "pixels", "predicted", *columns])
         for index, class_ in enumerate(classes):
-            shares = [values[index].item() for values in (self.iou, self.recall, precision)]
+            shares = [values[index].item() for values in columns.values()]
             counts = int(self.confusion[index].sum()), int(self.confusion[:, index].sum())
             table.writerow(
                 [index, class_.name, *counts, *("" if share != share else f"{share:.2f}" for share in shares)]
@@ -141,17 +176,19 @@ def score(
     world: World,
     *,
     workers: int | Literal["auto"],
+    boundaries: bool = False,
     on_progress: OnProgress = ignore_progress,
 ) -> SegmentScores:
     """Score a network on a split at the labels' own sizes, each image once for any number of ranks.
 
-    `on_progress` receives the number of processed images of this rank.
+    `on_progress` receives the number of processed images of this rank. With `boundaries`, outlines are scored, too.
 
     Raises `DataError` for an unreadable image or a wrong mask, `StoppedError` when a signal asks to stop.
     """
     rows = range(world.rank, len(pairs), world.size)
     count = count_workers(workers, world.device, world.local_ranks)
     confusion = torch.zeros(rule.classes, rule.classes, dtype=torch.int64, device=world.device)
+    outlines = torch.zeros(7, rule.classes, dtype=torch.int64, device=world.device) if boundaries else None
     scores: list[ImageScore] = []
     with open_loader(_Sized(pairs, rows, rule, plan), count, batch_size=None) as items:
         # All ranks loop as often as rank 0, which has the most rows, because they decide together when to stop.
@@ -163,11 +200,14 @@ def score(
             predicted, label = _predict(network, item, plan, world.device)
             counts = count_pixels(predicted, label, rule.classes)
             confusion += counts
+            if outlines is not None:
+                outlines += count_boundaries(predicted, label, rule.classes)
             on_progress(1)
             if bool(counts.any()):
                 scores.append(ImageScore(rows[turn], SegmentScores(counts, 1).miou))
     scores = sorted(score for rank in distributed.from_all(scores) for score in rank)
-    return SegmentScores(distributed.reduce_over_ranks(confusion).cpu(), len(pairs), scores)
+    outlines = None if outlines is None else distributed.reduce_over_ranks(outlines).cpu()
+    return SegmentScores(distributed.reduce_over_ranks(confusion).cpu(), len(pairs), scores, outlines)
 
 
 def predict_row(

@@ -62,6 +62,14 @@ class SegmentEvalOptions(EvaluationOptions):
             panel=DATA,
         ),
     ] = False
+    boundaries: Annotated[
+        bool,
+        flag(
+            "--boundaries",
+            help="Score outlines, too: boundary IoU (2 % of the diagonal) and boundary F (0.75 %).",
+            panel=DATA,
+        ),
+    ] = False
     shift: ShiftOptions = ShiftOptions()
     batch_size: Windows = None
 

@@ -46,6 +46,11 @@ def findings(run: RunRecord, prefix: str) -> Findings:
         "miou": "mIoU in %",
         "pixel_accuracy": "pixel accuracy in %",
         "mean_accuracy": "mean class accuracy in %",
+        "mean_precision": "mean precision in %",
+        "mdice": "mean Dice in %",
+        "mfscore": "mean F score in %",
+        "boundary_miou": "mean boundary IoU in %",
+        "boundary_mf": "mean boundary F score in %",
         "majority_miou": "mIoU of calling every pixel the most frequent class, in %",
     }
     rows: list[list[Cell]] = [[name, float(result[key])] for key, name in names.items() if key in result]
@@ -78,12 +83,21 @@ def _classes(path: Path, prefix: str) -> list[Part]:
     if not ious:
         return [TextBlock("No class occurs in the scored images.")]
     ious.sort(key=lambda class_iou: -class_iou[1])
+    columns = {
+        "iou": "IoU in %",
+        "recall": "recall in %",
+        "precision": "precision in %",
+        "dice": "Dice in %",
+        "fscore": "F score in %",
+        "boundary_iou": "boundary IoU in %",
+        "boundary_f": "boundary F in %",
+    }
+    columns = {key: title for key, title in columns.items() if key in read[0]}  # older files have fewer
     rows: list[list[Cell]] = [
-        [row["name"], *(float(row[key]) if row[key] else None for key in ("iou", "recall", "precision"))]
+        [row["name"], *(float(row[key]) if row[key] else None for key in columns)]
         for row in sorted(read, key=lambda row: -float(row["iou"] or -1))
     ]
-    columns = ("class", "IoU in %", "recall in %", "precision in %")
-    table = Table("Every class", columns, rows, folded=len(rows) > 12)
+    table = Table("Every class", ("class", *columns.values()), rows, folded=len(rows) > 12)
     names, values = [name for name, _ in ious], [value for _, value in ious]
     title, axis = "IoU by class", "IoU in %"
     if len(ious) <= MOST_BARS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,8 @@ def train_segment(config: SegmentConfig, path: Path, **arguments: Any) -> dict[s
     return result
 
 
-def import_mmseg() -> Any:
-    """Import mmsegmentation, which warns about operators that are not compiled."""
+def import_mmseg() -> None:
+    """Import mmsegmentation's models, which warn about operators that are not compiled."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-    return import_mmseg
+        importlib.import_module("mmseg.models")

@@ -267,8 +267,20 @@ def test_scores_are_mmsegmentations() -> None:
     assert expected["mIoU"] == pytest.approx(actual.miou, abs=0.006)
     assert expected["aAcc"] == pytest.approx(actual.pixel_accuracy, abs=0.006)
     assert expected["mAcc"] == pytest.approx(actual.mean_accuracy, abs=0.006)
-    exact = IoUMetric.total_area_to_metrics(*(sum(parts) for parts in zip(*results, strict=True)), ["mIoU"])
-    np.testing.assert_allclose(actual.iou.numpy() / 100, exact["IoU"], atol=1e-6)
+    kinds = ["mIoU", "mDice", "mFscore"]
+    exact = IoUMetric.total_area_to_metrics(*(sum(parts) for parts in zip(*results, strict=True)), kinds)
+    for name, values in {
+        "IoU": actual.iou,
+        "Dice": actual.dice,
+        "Fscore": actual.fscore,
+        "Precision": actual.precision,
+        "Recall": actual.recall,
+    }.items():
+        np.testing.assert_allclose(values.numpy() / 100, exact[name], atol=1e-6)
+    summary = actual.to_dict()
+    assert summary["mdice"] == pytest.approx(100 * np.nanmean(exact["Dice"]), abs=1e-4)
+    assert summary["mfscore"] == pytest.approx(100 * np.nanmean(exact["Fscore"]), abs=1e-4)
+    assert summary["mean_precision"] == pytest.approx(100 * np.nanmean(exact["Precision"]), abs=1e-4)
 
 
 def test_the_table_of_classes_names_every_class() -> None:
@@ -276,9 +288,9 @@ def test_the_table_of_classes_names_every_class() -> None:
     scores = SegmentScores(confusion, 1)
     table = scores.per_class([Class(name, (0, 0, 0)) for name in ("a", "b,c", "d")])
     assert table.splitlines() == [
-        "class,name,pixels,predicted,iou,recall,precision",
-        "0,a,8,7,66.67,75.00,85.71",
-        '1,"b,c",4,5,50.00,75.00,60.00',
-        "2,d,0,0,,,",
+        "class,name,pixels,predicted,iou,recall,precision,dice,fscore",
+        "0,a,8,7,66.67,75.00,85.71,80.00,80.00",
+        '1,"b,c",4,5,50.00,75.00,60.00,66.67,66.67',
+        "2,d,0,0,,,,,",
     ]
     assert scores.majority_miou == pytest.approx(100 * 8 / 12 / 2)
