@@ -12,7 +12,7 @@ from dpn_cli.errors import DpnError
 NameT = TypeVar("NameT", bound=str)
 Stem = Literal["none", "pre", "post", "post_posemb", "dpn", "dpn_no_affine", "affine_only", "rms"]
 Pool = Literal["tok", "gap", "map"]
-Posemb = Literal["learn", "sincos2d"]
+Posemb = Literal["learn", "sincos2d", "rope"]
 Act = Literal["gelu_tanh", "gelu", "quick_gelu"]
 Norm = Literal["ln", "bn", "in", "gn", "sn", "scalenorm", "powernorm", "un", "prepbn", "rms", "dtn", "none"]
 Placement = Literal[

@@ -114,7 +114,7 @@ def _facts(model: Backbone) -> dict[str, str]:
         "stem": config.stem,
         "norms": f"{config.norm}, placement {config.placement}",
         "grid": f"{height} x {width} patches of {config.patch[0]} x {config.patch[1]} pixels",
-        "positions": {"learn": "learned", "sincos2d": "fixed sines and cosines"}[config.posemb],
+        "positions": {"learn": "learned", "sincos2d": "fixed sines and cosines", "rope": "rotary"}[config.posemb],
         "class token": "yes" if config.has_class_token else "no",
         **({"distillation token": "yes"} if config.distillation_token else {}),
         **({"registers": str(config.registers)} if config.registers else {}),

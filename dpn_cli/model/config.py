@@ -56,6 +56,8 @@ class ViTConfig:
         if self.distillation_token and self.pool != "tok":
             raise DpnError(f"backbone.distillation_token=true: needs pool=tok, and this network has pool={self.pool}")
         heads, grid = self.size.heads, self.grid
+        if self.posemb == "rope" and (self.attn_width or self.size.width) // heads % 4:
+            raise DpnError("backbone.posemb=rope: its angles are in fours, and 4 does not divide the width of a head")
         if self.norm in ("gn", "dtn") and self.size.width % heads:
             raise DpnError(f"--norm {self.norm}: its groups are the {heads} heads, which do not divide the width")
         if self.norm == "in" and grid[0] * grid[1] == 1:

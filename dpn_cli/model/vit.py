@@ -20,6 +20,7 @@ from dpn_cli.model.block import NormBlock
 from dpn_cli.model.config import ViTConfig
 from dpn_cli.model.norms import Tokens, token_norm
 from dpn_cli.model.norms.dtn import DynamicTokenNorm
+from dpn_cli.model.rotary import RotaryPositions
 from dpn_cli.model.stem import PatchStem, stem_norm
 
 # JAX divides by this so that a normal truncated at two sigma keeps its standard deviation.
@@ -89,8 +90,17 @@ class DPNViT(VisionTransformer):
         for module in self.modules():
             if isinstance(module, DropPath):
                 module.scale_by_keep = config.drop_path_rescale
-        if config.posemb == "sincos2d":
-            self.pos_embed.requires_grad_(False)
+        if config.posemb != "learn":
+            self._fix_positions()
+
+    def _fix_positions(self) -> None:
+        """Leave the table of positions out of the training; rotary ones are where timm would norm queries and keys."""
+        self.pos_embed.requires_grad_(False)
+        if self.config.posemb != "rope":
+            return
+        rotary = RotaryPositions(self.config.grid, self.blocks[0].attn.head_dim)
+        for block in self.blocks:
+            block.attn.q_norm = block.attn.k_norm = rotary
 
     @staticmethod
     def _final_norm(config: ViTConfig) -> nn.Module:
@@ -172,9 +182,9 @@ class DPNViT(VisionTransformer):
         self.config = new_config
 
     def set_grid(self, grid: tuple[int, int]) -> None:
-        """Set the rows and columns of the grid in the norms that mix tokens."""
+        """Set the rows and columns of the grid in the norms that mix tokens, and in rotary positions."""
         for module in self.modules():
-            if isinstance(module, DynamicTokenNorm):
+            if isinstance(module, DynamicTokenNorm | RotaryPositions):
                 module.set_grid(grid)
 
     @torch.no_grad()
@@ -197,6 +207,8 @@ class DPNViT(VisionTransformer):
             nn.init.zeros_(self.pre_logits.bias)
         if self.config.posemb == "sincos2d":
             self.pos_embed.copy_(posemb_sincos2d(self.config.grid, self.embed_dim))
+        elif self.config.posemb == "rope":
+            nn.init.zeros_(self.pos_embed)
         else:
             _normal(self.pos_embed, 1 / math.sqrt(self.embed_dim), g)
         self._initialize_tokens(g)

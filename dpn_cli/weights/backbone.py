@@ -90,7 +90,7 @@ def load_backbone(
         head: ``"load"`` takes the checkpoint's head, which must have `num_classes`; ``"new"`` drops it.
         pool: ``"tok"``, ``"gap"`` or ``"map"``; None takes the checkpoint's, or ``"tok"`` from scratch.
         pre_logits: from scratch only: add the dense tanh layer before the head.
-        posemb: ``"learn"`` or ``"sincos2d"``, fixed; None takes the checkpoint's, or ``"learn"`` from scratch.
+        posemb: ``"learn"``, ``"sincos2d"`` or ``"rope"``, both fixed; None takes the checkpoint's, or ``"learn"``.
         registers, distillation_token, layer_scale, swiglu: as in `ViTConfig`; None takes the checkpoint's, or none
             from scratch. With a checkpoint `layer_scale` only says that there is one.
         drop_path: stochastic depth rate of the last block; block l of L gets l / (L - 1) of it.
@@ -322,6 +322,8 @@ def _fit_state(state: State, model: Backbone, source: Checkpoint, head: str, ali
     if config.posemb == "sincos2d":
         state["pos_embed"] = posemb_sincos2d(config.grid, config.size.width)
         report.notes.append("the position embedding is big_vision's fixed sin-cos one")
+    elif config.posemb == "rope":
+        state["pos_embed"] = torch.zeros(1, config.grid[0] * config.grid[1], config.size.width)
     elif "pos_embed" in state and source.grid is not None and source.grid != config.grid:
         old_grid = source.grid
         if tuple(state["pos_embed"].shape) == (1, old_grid[0] * old_grid[1], config.size.width):

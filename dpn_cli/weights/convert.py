@@ -205,6 +205,7 @@ def timm_state(model: DPNViT) -> dict[str, Tensor]:
         "no distillation token in networks of SwiGLU": config.distillation_token and config.swiglu,
         "no class token that joins behind the first block": config.class_token_at > 0,
         "no pre_logits layer": config.pre_logits,
+        "no rotary positions": config.posemb == "rope",
         "no attention of another width than the trunk": config.attn_width is not None,
         "no bias in a projection whose norm is followed by another": config.pre_norm and config.stem == "post",
     }

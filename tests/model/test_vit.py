@@ -17,6 +17,7 @@ from dpn_cli.arch import SIZES, Size, parse_arch
 from dpn_cli.errors import DpnError
 from dpn_cli.model.config import ViTConfig
 from dpn_cli.model.flops import count_macs
+from dpn_cli.model.rotary import RotaryPositions
 from dpn_cli.model.vit import DPNViT, posemb_sincos2d, resample_posemb
 from dpn_cli.weights.backbone import Backbone, export_backbone, load_backbone
 from dpn_cli.weights.formats import read_file
@@ -317,3 +318,31 @@ def test_registers_join_with_the_class_token_behind_blocks_of_dtn() -> None:
         block.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
     vit(torch.randn(1, 3, 32, 32))
     assert seen == [16, 16, 16, 19]
+
+
+@torch.no_grad()
+def test_rotary_positions_depend_on_relative_rows_and_columns_alone() -> None:
+    """The product of a rotated query with a rotated key is that of any two patches as far apart."""
+    rotary = RotaryPositions((4, 5), 16)
+    q, k = torch.randn(2, 16)
+    products = rotary(q.expand(1, 1, 20, 16))[0, 0] @ rotary(k.expand(1, 1, 20, 16))[0, 0].T
+    table = products.reshape(4, 5, 4, 5)
+    assert torch.allclose(table[:-1, :-1, :-1, :-1], table[1:, 1:, 1:, 1:], atol=1e-5)
+    assert not torch.allclose(table[0, 0], table[0, 1], atol=1e-2)
+    prefixed = torch.randn(1, 1, 23, 16)
+    assert torch.equal(rotary(prefixed)[:, :, :3], prefixed[:, :, :3])
+    assert rotary(prefixed.bfloat16()).dtype == torch.bfloat16
+
+
+@torch.no_grad()
+def test_rotary_positions_follow_the_image_size(tmp_path: Path) -> None:
+    vit = load_backbone("mu/8", image_size=16, posemb="rope", seed=1).eval()
+    assert not any("cosines" in name for name in vit.state_dict())
+    assert not vit.pos_embed.any()
+    export_backbone(vit, tmp_path / "a.safetensors")
+    larger = load_backbone(checkpoint=str(tmp_path / "a.safetensors"), image_size=(24, 32)).eval()
+    images = torch.randn(2, 3, 24, 32)
+    vit.set_input_size((24, 32))
+    assert torch.equal(vit(images), larger(images))
+    with pytest.raises(DpnError, match="posemb=rope: .* 4 does not divide"):
+        ViTConfig(Size(12, 1, 16, 2), (8, 8), (16, 16), posemb="rope")

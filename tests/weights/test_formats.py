@@ -173,6 +173,18 @@ SOURCES: dict[str, tuple[Build, Output, str, int]] = {
         "embeddings.position_embeddings",
         1,
     ),
+    "transformers DINOv3": (
+        hf_builder("DINOv3ViTModel", num_register_tokens=4),
+        lambda m, x: m(x).pooler_output,
+        "",
+        0,
+    ),
+    "transformers DINOv3 SwiGLU": (
+        hf_builder("DINOv3ViTModel", use_gated_mlp=True, hidden_act="silu", key_bias=True),
+        lambda m, x: m(x).pooler_output,
+        "",
+        0,
+    ),
     "transformers I-JEPA": (
         hf_builder("IJepaForImageClassification", num_labels=5),
         lambda m, x: m(x).logits,

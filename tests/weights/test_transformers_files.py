@@ -51,7 +51,6 @@ def build(name: str, config: dict[str, Any]) -> Any:
         ("ViltModel", TINY | {"vocab_size": 50}, WHOLE),
         ("VideoMAEModel", TINY, "a transformers model without a class token"),
         ("VivitModel", TINY | {"tubelet_size": [2, 8, 8]}, "its patch projection is not one of images"),
-        ("DINOv3ViTModel", TINY, "not a format that dpn reads"),
     ],
 )
 def test_other_models_are_refused_in_one_line(name: str, config: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -96,6 +95,7 @@ def test_a_masked_autoencoders_encoder_gives_the_tokens_of_unmasked_patches(tmp_
         ("Dinov2Model", "eps 1e-06, DINOv2's default"),
         ("Dinov2WithRegistersModel", "eps 1e-06, DINOv2's default"),
         ("CLIPVisionModel", "QuickGELU, CLIP's default"),
+        ("DINOv3ViTModel", "eps 1e-5, DINOv3's default"),
         ("SiglipVisionModel", "tanh GELU, SigLIP's default"),
     ],
 )
@@ -103,7 +103,7 @@ def test_a_masked_autoencoders_encoder_gives_the_tokens_of_unmasked_patches(tmp_
 def test_bare_files_of_relatives_give_their_tokens(name: str, fact: str, tmp_path: Path) -> None:
     theirs = perturb(build(name, TINY))
     torch.save(theirs.state_dict(), tmp_path / "bare.pt")
-    actual = load_backbone(checkpoint=str(tmp_path / "bare.pt"), stem=None, image_size=None).eval()
+    actual = load_backbone(checkpoint=str(tmp_path / "bare.pt"), stem=None, image_size=32).eval()
     image = torch.randn(2, 3, 32, 32)
     expected = theirs(image)
     assert relative_error(actual.forward_head(actual.forward_features(image), True), expected.pooler_output) < 1e-5
@@ -137,6 +137,8 @@ def test_a_classifier_of_dinov2_is_left_out_and_said(tmp_path: Path) -> None:
         ("Dinov2Model", TINY | {"hidden_act": "silu"}, "hidden_act 'silu'"),
         ("CLIPVisionModel", TINY | {"hidden_act": "relu"}, "hidden_act 'relu'; dpn reads gelu"),
         ("VitPoseBackbone", PAIRS, "a transformers model of type 'vitpose_backbone'"),
+        ("DINOv3ViTModel", TINY | {"rope_theta": 50.0}, "rope_theta 50.0; dpn's have 100, as DINOv3's"),
+        ("DINOv3ViTModel", TINY | {"hidden_act": "silu"}, "with hidden_act 'silu'"),
     ],
 )
 def test_saved_folders_of_other_networks_are_refused_in_one_line(

@@ -9,7 +9,7 @@ from typing import get_args
 
 import torch
 
-from dpn_cli.arch import Act, Norm, Placement, Pool, Stem
+from dpn_cli.arch import Act, Norm, Placement, Pool, Posemb, Stem
 from dpn_cli.errors import DataError
 from dpn_cli.run.artifact_kinds import DESCRIPTIONS, KEY, digest_in_run, resolve
 from dpn_cli.run.files import file_digest
@@ -22,6 +22,7 @@ from dpn_cli.weights.formats import (
     timm_vit,
     torchvision_vit,
     transformers_clip,
+    transformers_dino,
     transformers_vit,
     vit_pytorch,
 )
@@ -42,6 +43,7 @@ FORMATS = (
     Format("torchvision", torchvision_vit.matches, torchvision_vit.read),
     Format("transformers", transformers_vit.matches, transformers_vit.read),
     Format("transformers CLIP", transformers_clip.matches, transformers_clip.read),
+    Format("transformers DINOv3", transformers_dino.matches, transformers_dino.read),
     Format("DTN", dtn_vit.matches, dtn_vit.read),
     Format("SLAB", slab_deit.matches, slab_deit.read),
 )
@@ -132,7 +134,7 @@ def check_facts(checkpoint: Checkpoint) -> None:
         "norm": checkpoint.norm in get_args(Norm),
         "placement": checkpoint.placement in get_args(Placement),
         "pool": checkpoint.pool in (None, *get_args(Pool)),
-        "posemb": checkpoint.posemb in ("learn", "sincos2d"),
+        "posemb": checkpoint.posemb in get_args(Posemb),
         "eps": 0 <= checkpoint.eps < 1,
         "heads": checkpoint.heads is None or checkpoint.heads > 0,
         "grid": checkpoint.grid is None or (len(checkpoint.grid) == 2 and min(checkpoint.grid) > 0),

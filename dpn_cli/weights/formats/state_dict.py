@@ -144,7 +144,7 @@ def split_positions(checkpoint: Checkpoint) -> None:
     """
     state, posemb = checkpoint.state, checkpoint.state.get("pos_embed")
     if posemb is None or posemb.ndim != 3:
-        if checkpoint.posemb == "sincos2d" and checkpoint.grid is None:
+        if checkpoint.posemb != "learn" and checkpoint.grid is None:
             checkpoint.assumed["grid"] = "224 pixels (positions are computed, so the file does not say its size)"
         return
     entries, grid = posemb.shape[1], checkpoint.grid

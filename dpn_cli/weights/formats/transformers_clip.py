@@ -111,7 +111,10 @@ def read(contents: Contents) -> Checkpoint:
         owner = "CLIP's" if is_clip else "SigLIP's"
         checkpoint.assumed["eps"] = f"eps {checkpoint.eps:g}, {owner} default (no config.json next to the file)"
         checkpoint.assumed["act"] = f"{'QuickGELU' if is_clip else 'tanh GELU'}, {owner} default"
-    apply_inputs(checkpoint, contents.inputs)
+    if is_clip:
+        apply_inputs(checkpoint, contents.inputs, "CLIP's mean and std")
+    else:
+        apply_inputs(checkpoint, contents.inputs)
     return checkpoint
 
 

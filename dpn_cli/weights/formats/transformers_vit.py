@@ -151,14 +151,14 @@ def _adapt_relatives(checkpoint: Checkpoint) -> None:
         checkpoint.notes.append("DINOv2's classifier was left out: it reads the mean of the patches, too")
 
 
-def apply_inputs(checkpoint: Checkpoint, inputs: dict[str, Any]) -> None:
-    """Take the input range from `preprocessor_config.json`; what the checkpoint has is assumed where it is silent."""
+def apply_inputs(
+    checkpoint: Checkpoint, inputs: dict[str, Any], assumption: str = "mean = std = 0.5 on pixels in [0, 1]"
+) -> None:
+    """Take the input range from `preprocessor_config.json`; where it is silent, note the checkpoint's as assumed."""
     if "image_mean" in inputs and "image_std" in inputs:
         checkpoint.mean, checkpoint.std = tuple(inputs["image_mean"]), tuple(inputs["image_std"])
-    elif checkpoint.mean == (0.5, 0.5, 0.5):
-        checkpoint.assumed["mean"] = "mean = std = 0.5 on pixels in [0, 1]"
     else:
-        checkpoint.assumed["mean"] = "CLIP's mean and std"
+        checkpoint.assumed["mean"] = assumption
 
 
 def grid_of(config: dict[str, Any]) -> tuple[int, int] | None:

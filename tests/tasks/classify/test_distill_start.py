@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,10 @@ from support.cli import run_dpn
 from support.distill import distill_config, train_distill, write_teacher
 from support.images import write_class_folders
 from tasks.classify.classifier import Classifier, save_classifier
+from tasks.classify.distill.cache import target_shapes
 from tasks.classify.distill.config import DistillConfig, finalize, resolve
 from tasks.classify.distill.data import FITTED_ON, augmentation_of, open_images
+from tasks.classify.distill.losses import ObservedNetwork
 from tasks.classify.distill.student import load_teacher, new_student, start_of, with_teacher_defaults
 
 CPU = World(0, 1, torch.device("cpu"))
@@ -331,3 +334,40 @@ def test_the_least_area_of_crops_that_are_not_drawn_is_refused(photos: Path, tmp
         config = distill_config(photos, teacher, data={"crop": crop, "crop_area": 0.5})
         with pytest.raises(DpnError, match=f"data.crop_area .0.5.: of random crops, and data.crop is {taken}"):
             train_distill(config, tmp_path / "run")
+
+
+PARTS: dict[str, Any] = {"registers": 2, "distillation_token": True, "layer_scale": 0.5, "swiglu": True}
+
+
+@pytest.mark.parametrize("more", [{}, {"posemb": "rope"}])
+@torch.no_grad()
+def test_a_student_has_the_parts_of_its_teacher(more: dict[str, Any]) -> None:
+    teacher = load_backbone("nano/8", stem="none", image_size=16, num_classes=3, seed=5, **PARTS, **more).eval()
+    images = smooth(8)
+    losses = {"layers": ((1, 1),), "tokens": 1.0, "attention": 1.0, "representation": 1.0, "logits": 1.0}
+    for stem in ("none", "dpn"):
+        config = distill_config("x", "y", backbone={"stem": stem}, losses=losses)
+        student, _ = new_student(config, teacher, lambda: iter([images]))
+        assert replace(student.config, stem="none", drop_path=0.0) == teacher.config
+        outputs = [
+            ObservedNetwork(network.eval(), config.losses, [1])(network.normalize(images))
+            for network in (student, teacher)
+        ]
+        shapes = target_shapes(teacher.config, config.losses)
+        assert {name: tuple(value.shape[1:]) for name, value in outputs[1].items()} == shapes
+        equal = all(torch.equal(value, outputs[1][name]) for name, value in outputs[0].items())
+        assert equal == (stem == "none")
+    scratch = distill_config("x", "y", backbone={"start": "scratch"}, stem_share=0.0)
+    assert new_student(scratch, teacher, lambda: iter([]))[0].config.registers == 2
+
+
+@torch.no_grad()
+def test_attention_that_is_compared_is_that_of_the_network_with_its_rotation() -> None:
+    network = load_backbone("nano/8", stem="none", image_size=16, posemb="rope", registers=1, seed=5).eval()
+    losses = distill_config("x", "y", losses={"attention": 1.0, "logits": 0.0}).losses
+    attention = network.blocks[-1].attn
+    attention.fused_attn = False
+    weights: list[torch.Tensor] = []
+    attention.attn_drop.register_forward_hook(lambda module, inputs, output: weights.append(output))
+    compared = ObservedNetwork(network, losses, [])(torch.randn(2, 3, 16, 16))["attention.0"]
+    assert torch.allclose(compared.softmax(-1), weights[0], atol=1e-6)
