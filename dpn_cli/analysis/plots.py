@@ -176,8 +176,13 @@ def _as_image(pattern: Tensor) -> Floats:
 
 
 def _positions(networks: Sequence[InspectionSummary]) -> list[Part]:
+    networks = [one for one in networks if one.similarity is not None]
+    if not networks:
+        return []
+
     def maps(one: InspectionSummary, ending: str) -> Chart:
         similarity = one.similarity
+        assert similarity is not None
         images = [
             Map(f"row {row + 1}, column {column + 1}", similarity.maps[i, j].numpy())
             for i, row in enumerate(similarity.rows)
@@ -191,7 +196,7 @@ def _positions(networks: Sequence[InspectionSummary]) -> list[Part]:
         name = f"positions{ending}"
         return Maps(name, title, "cosine similarity", images, columns, (-1.0, 1.0), caption=caption)
 
-    series = [Series(one.name, one.similarity.distance, one.similarity.profile) for one in networks]
+    series = [Series(one.name, one.similarity.distance, one.similarity.profile) for one in networks if one.similarity]
     profile = LineChart(
         "positions_profile",
         "Similarity over distance",

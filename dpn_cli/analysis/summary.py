@@ -31,7 +31,7 @@ class InspectionSummary:
         maps: scale and bias of the first norm, see `first_norm_maps`; `described` describes them channel by channel.
         filters, values: principal filters and singular values of the projection with the first norm's scale.
         values_alone: the singular values without that scale; None where there is none.
-        similarity: of the position embeddings.
+        similarity: of the position embeddings; None where positions are rotary.
         probes: what the stem does to patches of different kinds.
         observed: what images showed; None without images.
     """
@@ -43,7 +43,7 @@ class InspectionSummary:
     filters: Filters
     values: Tensor
     values_alone: Tensor | None
-    similarity: Similarity
+    similarity: Similarity | None
     probes: list[Probe]
     observed: Activations | None
     left_out: list[str]
@@ -63,8 +63,8 @@ class InspectionSummary:
             "singular_values_without_scale": None if self.values_alone is None else self.values_alone.tolist(),
             "filter_shares": self.filters.shares.tolist(),
         }
-        similarity = self.similarity
-        summary["positions"] = {"distance_in_patches": similarity.distance, "similarity": similarity.profile}
+        if (similarity := self.similarity) is not None:
+            summary["positions"] = {"distance_in_patches": similarity.distance, "similarity": similarity.profile}
         summary["stem_on_patches"] = [
             {key: value for key, value in vars(probe).items() if not isinstance(value, Tensor)} for probe in self.probes
         ]
@@ -96,7 +96,7 @@ def examine(name: str, model: Backbone, batches: Iterable[Tensor] | None) -> Ins
         principal_filters(model),
         singular_values(model, with_scale=True),
         singular_values(model, with_scale=False) if "scale" in maps else None,
-        position_similarity(model),
+        None if model.config.posemb == "rope" else position_similarity(model),
         probe_stem(model, ordinary),
         activations,
         _left_out(model, maps, batches is None),
@@ -130,6 +130,8 @@ def _left_out(model: Backbone, maps: dict[str, Tensor], no_images: bool) -> list
         lines.append(f"maps of the first norm are left out: with the stem {stem!r} it learns no scale and no bias")
     elif "bias" not in maps:
         lines.append(f"the map of the first norm's bias is left out: with the stem {stem!r} it has none")
+    if model.config.posemb == "rope":
+        lines.append("the similarity of positions is left out: they are rotary, and have no embedding")
     if no_images:
         lines.append(NO_DATA)
     elif model.config.pool == "map":

@@ -15,8 +15,10 @@ from dpn_cli.analysis.attention import uniform_distance
 from dpn_cli.analysis.first_norm import first_norm_maps, profile_map, regions
 from dpn_cli.analysis.hooks import record_activations
 from dpn_cli.analysis.patch_probes import ordinary_patch, probe_stem
+from dpn_cli.analysis.plots import sections_of
 from dpn_cli.analysis.positions import position_similarity
 from dpn_cli.analysis.projection import effective_rank, principal_filters, singular_values
+from dpn_cli.analysis.summary import examine
 from dpn_cli.weights.backbone import Backbone, load_backbone
 from support.backbones import CENTRE, set_stem_norm
 from support.images import noise_images
@@ -217,3 +219,16 @@ def test_a_dpn_stem_sees_no_light_and_amplifies_a_little_noise() -> None:
     assert kinds["flat grey"].contrast_after == 0
     assert plain["flat grey"].contrast_after == 0
     assert plain["ordinary"].contrast_after == plain["ordinary"].contrast
+
+
+def test_rotary_positions_have_no_similarity_and_registers_are_no_class_token() -> None:
+    model = load_backbone("nano/8", stem="dpn", image_size=32, pool="gap", posemb="rope", registers=2).eval()
+    summary = examine("a", model, [noise_images(2)])
+    assert summary.similarity is None
+    assert summary.facts["positions"] == "rotary"
+    assert summary.facts["registers"] == "2"
+    assert any("they are rotary, and have no embedding" in line for line in summary.left_out)
+    assert summary.to_dict()["positions"] == "rotary"
+    assert "Position embeddings" not in [section.title for section in sections_of([summary])]
+    assert summary.observed is not None
+    assert {length.class_token for length in summary.observed.lengths} == {None}
