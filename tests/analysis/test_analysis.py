@@ -223,7 +223,7 @@ def test_a_dpn_stem_sees_no_light_and_amplifies_a_little_noise() -> None:
 
 def test_rotary_positions_have_no_similarity_and_registers_are_no_class_token() -> None:
     model = load_backbone("nano/8", stem="dpn", image_size=32, pool="gap", posemb="rope", registers=2).eval()
-    summary = examine("a", model, [noise_images(2)])
+    summary = examine("a", model, [torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)])
     assert summary.similarity is None
     assert summary.facts["positions"] == "rotary"
     assert summary.facts["registers"] == "2"
