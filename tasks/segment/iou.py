@@ -112,7 +112,7 @@ class SegmentScores:
             "mean_accuracy": self.mean_accuracy,
             "mean_precision": self.precision.nanmean().item(),
             "mdice": self.dice.nanmean().item(),
-            "mfscore": self.fscore.nanmean().item(),
+            "mfscore": self.fscore.nanmean().nan_to_num(0.0).item(),  # undefined where no pixel is right
             **self._boundary_scores(),
             "majority_miou": self.majority_miou,
             "classes_seen": int((self.confusion.sum(1) > 0).sum()),
@@ -121,10 +121,11 @@ class SegmentScores:
         }
 
     def _boundary_scores(self) -> dict[str, float]:
+        """Return the means of the boundary scores, without those for which no class has an outline."""
         if self.boundaries is None:
             return {}
         scores = {"boundary_miou": boundary_iou(self.boundaries), "boundary_mf": boundary_f(self.boundaries)}
-        return {name: values.nanmean().item() for name, values in scores.items()}
+        return {name: values.nanmean().item() for name, values in scores.items() if not values.isnan().all()}
 
     def per_class(self, classes: Sequence[Class]) -> str:
         """Return a CSV of every class: pixels of truth and prediction, and its scores in percent."""

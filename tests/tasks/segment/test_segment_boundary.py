@@ -16,6 +16,7 @@ from torch import Tensor
 from support.cli import run_dpn
 from support.segment import segment_config, train_segment, write_scenes
 from tasks.segment.boundary import boundary_f, boundary_iou, count_boundaries
+from tasks.segment.iou import SegmentScores
 from tasks.segment.labels import IGNORE
 
 CLASSES = 4
@@ -106,6 +107,16 @@ def test_a_large_object_that_is_displaced_loses_more_boundary_than_area() -> Non
     shared = 2 * width * (100 - 6)
     assert counts[0, 1] == shared
     assert float(boundary_iou(counts)[1]) == pytest.approx(100 * shared / (2 * ring - shared))
+
+
+def test_scores_without_anything_right_are_numbers() -> None:
+    confusion = torch.tensor([[0, 5], [0, 0]])
+    assert SegmentScores(confusion, 1).to_dict()["mfscore"] == 0
+    single = torch.zeros(30, 30, dtype=torch.uint8)
+    scores = SegmentScores(confusion, 1, boundaries=count_boundaries(single, single, 2)).to_dict()
+    assert scores["boundary_miou"] == 100  # the image's edge
+    assert "boundary_mf" not in scores
+    json.dumps(scores, allow_nan=False)
 
 
 def test_the_command_scores_boundaries_where_it_is_told_to(tmp_path: Path) -> None:
