@@ -94,6 +94,12 @@ class Scores:
         return 100 * self.right5 / self.images
 
     @property
+    def mean_recall(self) -> float:
+        """Mean over the classes that occur of the percent of their images that are right."""
+        pairs = [(right, true) for right, true in zip(self.confusion.right, self.confusion.true, strict=True) if true]
+        return 100 * sum(right / true for right, true in pairs) / len(pairs)
+
+    @property
     def floors(self) -> dict[str, float]:
         """Accuracies in percent that need no learning, by name."""
         return class_floors(self.confusion.true)

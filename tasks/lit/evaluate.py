@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dpn_cli.config.paths import CAPTIONS, CLASS_FOLDERS, check_location
+from dpn_cli.config.shift_options import ShiftOptions
 from dpn_cli.data import image_source
 from dpn_cli.data.decode import ReadOptions, options_of_run
 from dpn_cli.data.leakage import Overlap, count_overlap
@@ -53,6 +54,8 @@ def evaluate(options: LitEvalOptions, console: Console) -> Json | None:
             "precision": announce_precision(options.runtime, world, console, towers.image, towers.text),
             **scored(towers, options, reading, world, console),
         }
+        if options.zeroshot_data:
+            result["more_data"] = _score_more(towers, options, world, console)
         if options.output_dir and world.leads:
             replace_json(options.output_dir / "result.json", result)
         return result if world.leads else None
@@ -86,6 +89,17 @@ def zeroshot(towers: Towers, options: LitEvalOptions, reading: ReadOptions, worl
             towers, options, split, names, templates, world, console, example_row=best[0][0][1]
         )
     return {"split": options.split or "val", "trained_on": overlap.to_dict() if overlap else None, **result}
+
+
+def _score_more(towers: Towers, options: LitEvalOptions, world: World, console: Console) -> list[Json]:
+    """Return the scores on more labelled images, one set after the other, at chance too. Raises as `zeroshot` does."""
+    scored = []
+    reading = options_of_run(options.reading, towers.decoder, towers.exif)
+    for location in options.zeroshot_data:
+        changes: Json = {"source": location, "val_source": None, "class_names": None, "output_dir": None}
+        one = options.model_copy(update={**changes, "shift": ShiftOptions(), "force": True})
+        scored.append({"data": location, **zeroshot(towers, one, reading, world, console)})
+    return scored
 
 
 def open_labelled(options: LitEvalOptions, reading: ReadOptions) -> tuple[LabelledImages, Sequence[str]]:
@@ -122,6 +136,7 @@ def _zeroshot_result(
     return {
         "top1": scores.top1,
         "top5": scores.top5,
+        "mean_recall": scores.mean_recall,
         "chance": 100 / len(names),
         "classes": len(names),
         "images": scores.images,
@@ -164,6 +179,15 @@ def _caption_source(options: LitEvalOptions, reading: ReadOptions) -> CaptionSou
     )
 
 
+def _describe_more(result: Json) -> list[str]:
+    """Return a line for each further data set."""
+    return [
+        f"{one['data']}: top-1 {one['top1']:.2f} %, top-5 {one['top5']:.2f} %, mean recall {one['mean_recall']:.2f} % "
+        f"({one['images']} images, {one['classes']} classes, chance {one['chance']:.2f} %)"
+        for one in result.get("more_data", ())
+    ]
+
+
 def describe_scores(result: Json) -> str:
     """Return the result as text."""
     overlap_warning = result["trained_on"] and Overlap(**result["trained_on"]).warning()
@@ -174,9 +198,10 @@ def describe_scores(result: Json) -> str:
     skipped = f", {result['skipped']} unreadable ones left out" if result["skipped"] else ""
     prompts = result["prompts"]
     return (
-        f"zero-shot: top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} % on {result['images']} images of "
+        f"zero-shot: top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} %, mean recall of the classes "
+        f"{result['mean_recall']:.2f} % on {result['images']} images of "
         f"{result['classes']} classes (chance {result['chance']:.2f} %{skipped})\n"
         f"prompts {prompts['set']} ({prompts['templates']}), {result['class_names']}, {result['tokenizer']['name']}"
         + warned
-        + "".join(f"\n{line}" for line in describe_shifts(result))
+        + "".join(f"\n{line}" for line in [*_describe_more(result), *describe_shifts(result)])
     )

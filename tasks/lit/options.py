@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, model_validator
 
 from dpn_cli.config.inference import EvaluationOptions, ImageFileOptions
 from dpn_cli.config.option import DATA, HELP, MODEL, OUTPUT, argument, flag
@@ -21,6 +21,7 @@ from dpn_cli.config.schema import (
     Runtime,
     Section,
     SkipBadImages,
+    split_list,
 )
 from dpn_cli.config.shift_options import ShiftOptions
 from tasks.lit.config import CACHE_DIR, CAPTION_COLUMN, IMAGES, SKIP_BAD
@@ -56,6 +57,15 @@ class LitEvalOptions(EvaluationOptions):
             brief=HELP,
         ),
     ] = None
+    zeroshot_data: Annotated[
+        tuple[DataLocation, ...],
+        BeforeValidator(split_list),
+        flag(
+            "--zeroshot-data",
+            help="More labelled images to score, separated by commas; their classes are named as their folders are.",
+            panel=DATA,
+        ),
+    ] = ()
     retrieval: Annotated[
         bool,
         flag(
@@ -102,6 +112,8 @@ class LitEvalOptions(EvaluationOptions):
                 f"--split {self.split}: --val-data names the val images; leave one of them out, or pass {self.split} "
                 "images as --data"
             )
+        if self.zeroshot_data and self.captioned:
+            raise ValueError("--zeroshot-data: of zero-shot accuracy alone; pass labelled images as --data")
         if self.shift.names and self.captioned:
             raise ValueError("--shifts: of zero-shot accuracy alone; pass labelled images as --data")
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from dpn_cli.report.shift_section import shift_sections
 from dpn_cli.run.baseline_warnings import result_warning
 from dpn_cli.run.files import read_object
 
+ACCURACIES = {"top1": "top-1 in %", "top5": "top-5 in %", "mean_recall": "mean recall of the classes in %"}
 WATCHED = {"temperature": "temperature, the factor of the cosines"}
 NEAREST = {"captions": "Images nearest to captions", "prompts": "Images nearest to the prompts of classes"}
 WAYS = {"image_to_text": "image to text", "text_to_image": "text to image"}
@@ -44,11 +46,13 @@ def findings(run: RunRecord, prefix: str) -> Findings:
     if scored:
         rows: list[list[Cell]] = [
             [name, float(scored[key])]
-            for key, name in {"top1": "top-1 in %", "top5": "top-5 in %", "chance": "chance in %"}.items()
+            for key, name in {**ACCURACIES, "chance": "chance in %"}.items()
             if scored.get(key) is not None
         ]
         rows += [["images", scored["images"]], ["classes", scored["classes"]]]
         sections.append(PageSection("Zero-shot classification", [Table("Zero-shot", ("", ""), rows, name="zeroshot")]))
+        if more := result.get("more_data"):
+            sections.append(PageSection("Zero-shot classification of more data", [_more_data(result, more)]))
         floors = scored.get("floors") or {"chance": scored["chance"]}
         warnings.append(result_warning("zero-shot top-1", scored["top1"], floors, scored["images"]))
     metric, score = ("zero-shot top-1", scored["top1"]) if scored else ("", None)
@@ -62,6 +66,15 @@ def findings(run: RunRecord, prefix: str) -> Findings:
         *_nearest_images(run.path, "prompts"),
     ]
     return Findings(metric, scores, sections, WATCHED, [line for line in warnings if line])
+
+
+def _more_data(result: Json, more: Sequence[Json]) -> Table:
+    """Return the accuracies on all data sets, one a row."""
+    rows: list[list[Cell]] = [
+        [one["data"], *(float(one[key]) for key in ACCURACIES), one["images"], one["classes"]]
+        for one in (result, *more)
+    ]
+    return Table("Zero-shot accuracy", ("data", *ACCURACIES.values(), "images", "classes"), rows, name="more_data")
 
 
 def _retrieval(result: Json, retrieval: Json, prefix: str) -> PageSection:
