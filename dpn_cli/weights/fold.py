@@ -83,16 +83,32 @@ def fold(model: Backbone, source: str = "the network") -> list[str]:
         folded_names += _fold_stem(model, source)
     if config.norm != "ln":
         for index, block in enumerate(model.blocks):
+            folded_names += _fold_layer_scale(block, f"blocks.{index}")
             folded_names += _fold_block(block, f"blocks.{index}", source)
     if options.final == "same":
-        next_layer = _reader_of_final_norm(model, source)
-        _fold_into_next(_remove_norm(model, "norm", "network", source), next_layer)
+        next_layers = _readers_of_final_norm(model, source)
+        affine = _remove_norm(model, "norm", "network", source)
+        for layer in next_layers:
+            _fold_into_next(affine, layer)
         folded_names.append("norm")
     changes: dict[str, Any] = {"stem": "none"} if stem_folds else {}
     if config.norm != "ln":
         remaining_options = NormOptions(final=options.final, class_token_at=options.class_token_at)
-        changes |= {"norm": "none", "placement": "pre,pre", "norm_options": remaining_options}
+        changes |= {"norm": "none", "placement": "pre,pre", "norm_options": remaining_options, "layer_scale": None}
     model.config = replace(config, **changes)
+    return folded_names
+
+
+def _fold_layer_scale(block: nn.Module, name: str) -> list[str]:
+    """Multiply LayerScale into the last layers of attention and MLP, before norms after these are folded."""
+    folded_names = []
+    for scale, branch, last in (("ls1", "attn", "proj"), ("ls2", "mlp", "fc2")):
+        layer_scale = getattr(block, scale)
+        if not isinstance(layer_scale, nn.Identity):
+            gamma = layer_scale.gamma.double()
+            _fold_into_previous((gamma, torch.zeros_like(gamma)), getattr(getattr(block, branch), last))
+            setattr(block, scale, nn.Identity())
+            folded_names.append(f"{name}.{scale}")
     return folded_names
 
 
@@ -163,19 +179,19 @@ def _fold_stem(model: Backbone, source: str) -> list[str]:
     return folded_names
 
 
-def _reader_of_final_norm(model: Backbone, source: str) -> nn.Module:
-    """Return the linear layer that is the only reader of the final norm's output, pooled or not."""
+def _readers_of_final_norm(model: Backbone, source: str) -> list[nn.Module]:
+    """Return the linear layers that alone read the final norm's output, pooled or not: one, or two heads."""
     if model.attn_pool is not None:
-        layer: nn.Module = model.attn_pool.kv
+        layers: list[nn.Module] = [model.attn_pool.kv]
     elif model.pre_logits is not None:
-        layer = model.pre_logits
+        layers = [model.pre_logits]
     else:
-        layer = model.head
-    if not isinstance(layer, nn.Linear):
+        layers = [model.head, *([] if model.head_dist is None else [model.head_dist])]
+    if not all(isinstance(layer, nn.Linear) for layer in layers):
         raise DpnError(
             f"{source}: no layer follows its final norm, into which it could be folded; the file has no head"
         )
-    return layer
+    return layers
 
 
 def _affine(norm: nn.Module, name: str, source: str) -> ScaleShift:

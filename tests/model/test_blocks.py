@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,7 +25,7 @@ from dpn_cli.model.config import OFFLINE, ViTConfig
 from dpn_cli.model.freeze import freeze
 from dpn_cli.model.norms import RunningNorm
 from dpn_cli.model.vit import DPNViT
-from dpn_cli.weights.backbone import export_backbone, load_backbone
+from dpn_cli.weights.backbone import export_backbone, load_backbone, load_with_head
 from dpn_cli.weights.convert import build_timm, convert, inspect
 from dpn_cli.weights.fold import fold, fold_file
 from dpn_cli.weights.formats import read_file
@@ -239,6 +241,25 @@ def test_norms_inside_layers_are_folded(placement: str, norms: int) -> None:
     assert len(fold(model)) == 4 * norms
     assert not [name for name in model.state_dict() if "norm" in name and not name.startswith("norm.")]
     torch.testing.assert_close(model(images().double()), expected, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("placement", ["pre,pre", "pre,pre+post"])
+def test_parts_of_other_vits_are_folded_with_the_norms(placement: str, tmp_path: Path) -> None:
+    options = {"final": "same"} | ({"post": "branch"} if "post" in placement else {})
+    parts: dict[str, Any] = {"layer_scale": 0.5, "swiglu": True, "distillation_token": True, "registers": 2}
+    model = network(norm="bn", pool="tok", placement=placement, norm_options=options, **parts).double()
+    with torch.no_grad():
+        model.head_dist = deepcopy(model.head)
+        model.head_dist.weight.normal_()
+    model.config = replace(model.config, distillation_head=True)
+    expected = model(images().double())
+    assert "blocks.0.ls1" in fold(model)
+    assert model.config.layer_scale is None
+    torch.testing.assert_close(model(images().double()), expected, atol=1e-10, rtol=1e-10)
+    export_backbone(model, tmp_path / "folded.safetensors")
+    loaded = load_with_head(read_file(tmp_path / "folded.safetensors"), None).double()
+    # Weights of 32 bits, behind gates that multiply.
+    torch.testing.assert_close(loaded(images().double()), expected, atol=1e-2, rtol=1e-2)
 
 
 def test_a_folded_file_is_a_plain_vit_that_timm_loads(tmp_path: Path) -> None:

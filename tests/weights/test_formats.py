@@ -248,6 +248,27 @@ def test_factorized_positions_lie_along_their_own_axes(tmp_path: Path) -> None:
     assert "factorized" in " ".join(ours.report.notes)
 
 
+@torch.no_grad()
+def test_dinov2s_own_names_are_read(tmp_path: Path) -> None:
+    """Facebook's files have a position for the class token, none for registers, and a mask token."""
+    theirs = perturb(timm_vit_builder("vit_giant_patch14_reg4_dinov2")(NATIVE))
+    state = {name: value for name, value in theirs.state_dict().items() if not name.startswith("head.")}
+    own_names = {"reg_token": "register_tokens"} | {
+        name: name.replace("mlp.fc1", "mlp.w12").replace("mlp.fc2", "mlp.w3") for name in state if ".mlp." in name
+    }
+    state = {own_names.get(name, name): value for name, value in state.items()}
+    position = torch.randn(1, 1, 48)
+    state["pos_embed"] = torch.cat([position, state["pos_embed"]], 1)
+    torch.save({**state, "mask_token": torch.zeros(1, 48)}, tmp_path / "dinov2.pth")
+    theirs.cls_token.add_(position)
+    source = read_file(tmp_path / "dinov2.pth")
+    source.heads = 3
+    ours = load_backbone(checkpoint=source, image_size=None).eval()
+    assert relative_error(ours.forward_features(make_images()), theirs.forward_features(make_images())) < 1e-5
+    assert "mask_token" in ours.report.dropped
+    assert any("SwiGLU with the gate first" in fact for fact in ours.report.assumed)
+
+
 @pytest.mark.parametrize("weights", [*torchvision.models.ViT_B_16_Weights, *torchvision.models.ViT_H_14_Weights])
 def test_torchvisions_input_range_matches_its_weights(weights: Any, tmp_path: Path) -> None:
     preset = weights.transforms()
