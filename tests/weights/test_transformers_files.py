@@ -13,7 +13,7 @@ from einops import rearrange
 from dpn_cli.errors import DataError
 from dpn_cli.weights.backbone import load_backbone
 from support.backbones import perturb
-from support.weight_files import relative_error
+from support.weight_files import build_transformers_clip, relative_error
 
 TINY: dict[str, Any] = {
     "hidden_size": 192,
@@ -108,6 +108,14 @@ def test_bare_files_of_relatives_give_their_tokens(name: str, fact: str, tmp_pat
     expected = theirs(image)
     assert relative_error(actual.forward_head(actual.forward_features(image), True), expected.pooler_output) < 1e-5
     assert any(fact in text for text in actual.report.assumed)
+
+
+def test_an_old_clip_file_with_numbers_of_its_positions_is_read(tmp_path: Path) -> None:
+    state = build_transformers_clip(32).state_dict()
+    numbers = {f"{tower}_model.embeddings.position_ids": torch.arange(17)[None] for tower in ("vision", "text")}
+    torch.save({**state, **numbers}, tmp_path / "old.bin")
+    dropped = load_backbone(checkpoint=str(tmp_path / "old.bin"), image_size=None).report.dropped
+    assert set(numbers) <= set(dropped)
 
 
 @torch.no_grad()

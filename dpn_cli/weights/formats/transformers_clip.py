@@ -73,7 +73,12 @@ def matches(names: Collection[str]) -> bool:
 def read(contents: Contents) -> Checkpoint:
     """Read an image tower; `config.json` decides eps, GELU and heads, `preprocessor_config.json` the input range."""
     nested = any(unwrap(name).startswith(_TOWER) for name in contents.tensors)
-    tower = {name: value for name, value in contents.tensors.items() if not nested or _is_of_tower(name)}
+    tower = {
+        name: value
+        for name, value in contents.tensors.items()
+        # Files of versions before 4.31 hold the numbers of the positions, which are no weights.
+        if (not nested or _is_of_tower(name)) and not name.endswith(".position_ids")
+    }
     state, renamed = rename(tower, _RULES, inner=_inner)
     is_clip = "cls_token" in state
     config = contents.config.get("vision_config", contents.config)
