@@ -34,7 +34,7 @@ def names() -> list[str]:
 def shrink(name: str) -> dict[str, Any]:
     """Return arguments that make a model small, and leave all its choices as they are."""
     with torch.device("meta"):
-        model: Any = timm.create_model(name)
+        model: Any = timm.create_model(name, depth=1)
     patch = model.embeds.patch_size[0] if hasattr(model, "embeds") else model.patch_embed.patch_size[0]
     heads = 3
     arguments = {"depth": 1, "num_heads": heads, "embed_dim": 16 * heads, "num_classes": 5}
