@@ -38,7 +38,7 @@ def shrink(name: str) -> dict[str, Any]:
     patch = model.embeds.patch_size[0] if hasattr(model, "embeds") else model.patch_embed.patch_size[0]
     heads = 3
     arguments = {"depth": 1, "num_heads": heads, "embed_dim": 16 * heads, "num_classes": 5}
-    return arguments | ({} if hasattr(model, "embeds") else {"img_size": 4 * patch})
+    return arguments | ({"pos_embed_grid_size": (4, 4)} if hasattr(model, "embeds") else {"img_size": 4 * patch})
 
 
 @pytest.mark.slow
