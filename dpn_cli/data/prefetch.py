@@ -133,16 +133,17 @@ def _fetch(paths: Sequence[Shard], receiver: Connection) -> None:
 
     with ThreadPoolExecutor(remote.CLIENTS) as pool:
         while True:
-            fetched = list[int]()
+            fetched, all_released = list[int](), set[int]()
             while receiver.poll(0.0 if fetched else None):
                 shards, released = receiver.recv()
                 fetched += shards
                 wanted -= released
                 wanted |= set(shards)
-                for shard in released:
-                    path = paths[shard]
-                    assert isinstance(path, RemotePath)
-                    remote.mark_unused(path.cached)
+                all_released |= released
+            for shard in all_released - wanted:  # one that is read again is marked, and stays so
+                path = paths[shard]
+                assert isinstance(path, RemotePath)
+                remote.mark_unused(path.cached)
             for shard in fetched:
                 pool.submit(fetch, shard)
 

@@ -114,6 +114,7 @@ def test_an_epoch_fetches_the_data_once(kind: str, workers: int, store: Store, f
     assert torch.equal(images(far), expected)
     fetched = {name: count for name, count in store.gets.items() if name.endswith(".tar")}
     assert sum(store.sent[name] for name in TARS) <= 3 * sum(sizes(folder)), fetched
+    assert max(fetched.values()) <= 3
     # Less than the data are kept from one epoch to the next.
     assert sum(path.stat().st_size for path in remote.cache_dir().glob("*.*")) <= room(folder, 5)
 
