@@ -134,8 +134,10 @@ def _fetch(paths: Sequence[Shard], receiver: Connection) -> None:
     with ThreadPoolExecutor(remote.CLIENTS) as pool:
         while True:
             fetched, all_released = list[int](), set[int]()
-            while receiver.poll(0.0 if fetched else None):
-                shards, released = receiver.recv()
+            messages = [receiver.recv()]
+            while receiver.poll(0.0):
+                messages.append(receiver.recv())
+            for shards, released in messages:
                 fetched += shards
                 wanted -= released
                 wanted |= set(shards)
